@@ -1,0 +1,176 @@
+"""``qerl eval``: evaluate a model, with or without an adapter, on one or several tasks."""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qerl.cli.options import Adapter, Device, MaxModelLen, MaxNewTokens, Model, Seed, Temperature, Weights
+
+if TYPE_CHECKING:
+    from qerl.evaluation.result import EvalResult
+    from qerl.tasks.base import Task
+
+_FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+Tasks = Annotated[
+    str, typer.Option(help="Comma-separated: gsm8k, math500, reasoning_gym:NAME, a .jsonl or .parquet file.")
+]
+Samples = Annotated[int, typer.Option("--n", min=1, help="Samples per problem (above 1: temperature > 0).")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Only the first problems of each task.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Problems per batch and write.")]
+TaskOptions = Annotated[
+    list[str] | None, typer.Option("--task-option", help="KEY=VALUE for the tasks, such as test_size=128.")
+]
+Out = Annotated[Path | None, typer.Option(help="Results folder; default evals/MODEL[+ADAPTER].")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Start over instead of continuing stored results.")]
+
+
+def evaluate(
+    model: Model,
+    tasks: Tasks,
+    adapter: Adapter = None,
+    weights: Weights = "auto",
+    n: Samples = 1,
+    temperature: Temperature = 0.0,
+    max_new_tokens: MaxNewTokens = 512,
+    limit: Limit = None,
+    seed: Seed = 0,
+    batch_size: BatchSize = None,
+    task_option: TaskOptions = None,
+    out: Out = None,
+    fresh: Fresh = False,
+    device: Device = "auto",
+    max_model_len: MaxModelLen = None,
+) -> None:
+    """Evaluate a model on tasks: accuracy with 95 % intervals, pass@k, maj@k; keeps every completion."""
+    if n > 1 and temperature == 0:
+        raise ValueError(f"--n {n} at temperature 0 makes {n} equal samples; set --temperature above 0")
+    # Before the model is loaded: an unknown task or a bad option must not cost minutes.
+    loaded = load_tasks(tasks, task_option or [])
+    folder = out or Path("evals") / _folder_name(model, adapter)
+
+    from qerl.cli.progress import quiet_libraries
+    from qerl.evaluation.fingerprint import model_fingerprint
+    from qerl.evaluation.runner import evaluate as run_evaluation
+    from qerl.rollout.build import build_engine
+
+    quiet_libraries()
+    source = {"weights": weights, "adapter": None if adapter is None else str(adapter)}
+    engine, tokenizer, _ = build_engine(model, **source, device=device, max_model_len=max_model_len)
+    results = []
+    for task in loaded:
+        with _progress(task.name) as progress:
+            result = run_evaluation(
+                engine,
+                tokenizer,
+                task,
+                n=n,
+                temperature=temperature,
+                max_new_tokens=max_new_tokens,
+                limit=limit,
+                seed=seed,
+                batch_size=batch_size,
+                output_dir=folder / _slug(task.name),
+                resume=not fresh,
+                progress=progress,
+                model=model,
+                fingerprint=model_fingerprint(Path(model), adapter),
+                **source,
+            )
+        results.append(result)
+    _print_table(results)
+    typer.echo(f"results: {folder}")
+
+
+def load_tasks(tasks: str, pairs: list[str]) -> "list[Task]":
+    """The tasks of a comma-separated list, each with the options ``pairs``.
+
+    Raises:
+        ValueError: no task, an unknown one, or a bad option.
+    """
+    from qerl.tasks.registry import load_task
+
+    specs = [spec.strip() for spec in tasks.split(",") if spec.strip()]
+    if not specs:
+        raise ValueError("--tasks names no task; for example --tasks gsm8k,reasoning_gym:chain_sum")
+    options = parse_options(pairs)
+    # A file given for evaluation is the test side unless the user says otherwise.
+    sides = [{"split": "test"} if spec.endswith(_FILE_SUFFIXES) else {} for spec in specs]
+    return [load_task(spec, **{**side, **options}) for spec, side in zip(specs, sides, strict=True)]
+
+
+def parse_options(pairs: list[str]) -> dict[str, Any]:
+    """``["size=64", "prompt=number"]`` as keyword arguments; values are YAML scalars.
+
+    Raises:
+        ValueError: a pair without ``=``.
+    """
+    import yaml
+
+    options = {}
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not separator or not key.strip():
+            raise ValueError(f"--task-option {pair!r} is not KEY=VALUE")
+        options[key.strip()] = yaml.safe_load(value)
+    return options
+
+
+def _folder_name(model: str, adapter: Path | None) -> str:
+    name = Path(model).name or model
+    return _slug(name if adapter is None else f"{name}+{adapter.resolve().name}")
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", name).strip("-.") or "task"
+
+
+def _progress(label: str) -> Any:
+    """A context manager that yields the progress callback: a bar on stderr, silent when it is no terminal."""
+    from contextlib import contextmanager
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    @contextmanager
+    def bar() -> Any:
+        console = Console(stderr=True)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[tokens]:,} tokens"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+            row = progress.add_task(label, total=None, tokens=0)
+            yield lambda done, total, tokens: progress.update(row, completed=done, total=total, tokens=tokens)
+
+    return bar()
+
+
+def _print_table(results: "list[EvalResult]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("task", overflow="fold")
+    for heading in ("problems", "accuracy", "95 % interval", "truncated", "tok/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in results:
+        table.add_row(
+            result.task,
+            str(result.problems) if result.n == 1 else f"{result.problems} × {result.n}",
+            f"{result.accuracy:.1%}",
+            f"{100 * result.low:.1f} to {100 * result.high:.1f} %",
+            f"{result.truncated_share:.1%}",
+            "stored" if result.tokens_per_s is None else f"{result.tokens_per_s:,.0f}",
+        )
+    Console().print(table)
+    for result in results:
+        if result.n > 1:
+            passes = "  ".join(f"pass@{k} {value:.1%}" for k, value in result.pass_at_k.items())
+            typer.echo(f"{result.task}: {passes}  maj@{result.n} {result.majority_at_k[result.n]:.1%}")

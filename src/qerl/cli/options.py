@@ -1,0 +1,15 @@
+"""Options that several commands share, so that they are named and explained alike everywhere."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[str, typer.Argument(help="Folder of the model: 16-bit or quantized.")]
+Adapter = Annotated[Path | None, typer.Option(help="Folder of a LoRA adapter (PEFT format).")]
+Weights = Annotated[str, typer.Option(help="auto (as stored), bf16, nvfp4 or nf4.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Token limit of a completion.")]
+Seed = Annotated[int, typer.Option(help="Seed of sampling.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+MaxModelLen = Annotated[int | None, typer.Option(min=1, help="Longest prompt + completion, tokens.")]

@@ -1,0 +1,42 @@
+"""Plain torch definition of the quantized matmuls; any device. The CPU path, and what the kernels are tested
+by."""
+
+import torch
+
+from qerl.formats.base import PackedTensor, get_format
+from qerl.kernels.quant_matmul.weight import GroupWeight
+
+
+def dequantize(weight: GroupWeight, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """``[N, K]`` without the global scale: bf16 values (exact for nvfp4, rounded to bf16 for nf4) as
+    `dtype`."""
+    shape = (weight.out_features, weight.in_features)
+    divisor = None if weight.global_scale is None else weight.global_scale[:1]
+    packed = PackedTensor(weight.format, shape, weight.codes, weight.block_scale, divisor)
+    return get_format(weight.format).unscaled(packed, torch.bfloat16).to(dtype)
+
+
+def row_multiplier(weight: GroupWeight) -> torch.Tensor | None:
+    """1 / global scale of each row, fp32 ``[N]``; None for formats without a global scale."""
+    if weight.global_scale is None:
+        return None
+    inverse = weight.global_scale.reciprocal()
+    return torch.cat([inverse[i].expand(rows) for i, rows in enumerate(weight.segments)])
+
+
+def quant_matmul(x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x`` [M, K] -> ``(x W^T) * multiplier + bias`` [M, N], in fp32, rounded once to ``x.dtype``."""
+    y = x.float() @ dequantize(weight, torch.float32).t()
+    multiplier = row_multiplier(weight)
+    if multiplier is not None:
+        y = y * multiplier
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(x.dtype)
+
+
+def quant_matmul_dx(dy: torch.Tensor, weight: GroupWeight) -> torch.Tensor:
+    """``dy`` [M, N] -> ``dy (multiplier * W)`` [M, K], in fp32, rounded once to ``dy.dtype``."""
+    multiplier = row_multiplier(weight)
+    scaled = dy.float() if multiplier is None else dy.float() * multiplier
+    return (scaled @ dequantize(weight, torch.float32)).to(dy.dtype)

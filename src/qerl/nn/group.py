@@ -1,0 +1,222 @@
+"""One resident copy of the frozen weights: a fused group of linears in one opaque buffer.
+
+Projections that read the same input (q/k/v, gate/up) are one matmul in the rollout engine and several modules in
+the Hugging Face forward. Both must multiply by the *same* bytes, so a group owns a single frozen Parameter
+(``packed``) and the projections are handles on row segments of it (:class:`qerl.nn.linear.QuantLinear`). Handles
+keep no views: views die in ``.to()``, ``load_state_dict(assign=True)`` and FSDP, so they are taken anew when needed.
+
+Byte layout of the 4-bit formats (tag ``"rowmajor"``), each section aligned to 16 bytes::
+
+    codes         uint8   [N, K/2]     low nibble = even column
+    block_scale   nvfp4: float8_e4m3fn [N, K/16]; nf4: float32 [N, K/64]
+    global_scale  nvfp4: float32 [S], the divisor of each of the S segments; nf4: absent
+
+For ``format="bf16"`` the Parameter is the plain weight ``[N, K]`` in the compute dtype.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qerl.formats.base import PackedTensor, get_format
+from qerl.kernels.quant_matmul import GroupWeight, dequantize, quant_matmul
+
+ALIGNMENT = 16
+LAYOUT = "rowmajor"
+_SCALE_DTYPE = {"nvfp4": torch.float8_e4m3fn, "nf4": torch.float32}
+
+
+def dense_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``x W^T + bias`` in the wider dtype of the two, rounded once to the dtype of ``x``."""
+    if weight.dtype == x.dtype:
+        return F.linear(x, weight, bias)
+    return F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype)).to(x.dtype)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class WeightGroup(nn.Module):
+    """Frozen weights ``[sum(segments), in_features]`` of linears that share their input.
+
+    Args:
+        format: ``"bf16"`` (16-bit or fp32 weights as they are), ``"nvfp4"`` or ``"nf4"``.
+        segments: output rows of each member, in order.
+        in_features: columns K.
+        dtype: compute dtype; the storage dtype when ``format`` is ``"bf16"``.
+        device: where the buffer lives.
+    """
+
+    def __init__(
+        self,
+        format: str,
+        segments: Sequence[int],
+        in_features: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.format = format
+        self.layout = LAYOUT
+        self.segments = tuple(segments)
+        self.in_features = in_features
+        self.out_features = sum(self.segments)
+        self.starts = tuple(sum(self.segments[:i]) for i in range(len(self.segments)))
+        self._dense: torch.Tensor | None = None
+        self._views: tuple[tuple[int, torch.device], GroupWeight] | None = None
+        if format == "bf16":
+            data = torch.empty(self.out_features, in_features, dtype=dtype, device=device)
+        else:
+            self._offsets = self._section_offsets()
+            data = torch.zeros(self._offsets[-1], dtype=torch.uint8, device=device)
+        self.packed = nn.Parameter(data, requires_grad=False)
+
+    def _section_offsets(self) -> tuple[int, int, int, int]:
+        n, k = self.out_features, self.in_features
+        block = get_format(self.format).block_size
+        codes = _aligned(n * k // 2)
+        scales = codes + _aligned(n * k // block * _SCALE_DTYPE[self.format].itemsize)
+        globals_ = scales + (_aligned(4 * len(self.segments)) if self.format == "nvfp4" else 0)
+        return 0, codes, scales, globals_
+
+    def _sections(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Views (codes, block_scale, global_scale) of the buffer as it is now."""
+        n, k = self.out_features, self.in_features
+        block = get_format(self.format).block_size
+        dtype = _SCALE_DTYPE[self.format]
+        flat, offsets = self.packed.detach(), self._offsets
+        codes = flat[: n * k // 2].view(n, k // 2)
+        scale_bytes = n * k // block * dtype.itemsize
+        scales = flat[offsets[1] : offsets[1] + scale_bytes].view(dtype).view(n, k // block)
+        if self.format != "nvfp4":
+            return codes, scales, None
+        num_bytes = 4 * len(self.segments)
+        return codes, scales, flat[offsets[2] : offsets[2] + num_bytes].view(torch.float32)
+
+    def group_weight(self) -> GroupWeight:
+        """The whole group as the kernels take it; views of the resident buffer (cached per storage address)."""
+        key = (self.packed.data_ptr(), self.packed.device)
+        if self._views is None or self._views[0] != key:
+            codes, scales, global_scale = self._sections()
+            uniform = None
+            if global_scale is not None:
+                values = global_scale.tolist()
+                uniform = 1.0 / values[0] if len(set(values)) == 1 else None
+            weight = GroupWeight(self.format, self.segments, self.in_features, codes, scales, global_scale, uniform)
+            self._views = (key, weight)
+        return self._views[1]
+
+    def segment_weight(self, index: int) -> GroupWeight:
+        """Member ``index`` alone, as views of the resident buffer."""
+        whole = self.group_weight()
+        rows = slice(self.starts[index], self.starts[index] + self.segments[index])
+        global_scale = None if whole.global_scale is None else whole.global_scale[index : index + 1]
+        uniform = whole.uniform_scale
+        if global_scale is not None and uniform is None:
+            uniform = 1.0 / float(global_scale)
+        return GroupWeight(
+            self.format,
+            (self.segments[index],),
+            self.in_features,
+            whole.codes[rows],
+            whole.block_scale[rows],
+            global_scale,
+            uniform,
+        )
+
+    def load_segment(self, index: int, weight: PackedTensor | torch.Tensor) -> None:
+        """Copy one member's weight into the buffer (mutates ``packed``).
+
+        Raises:
+            ValueError: format or shape differ from the segment's.
+        """
+        expected = (self.segments[index], self.in_features)
+        found_format = weight.format if isinstance(weight, PackedTensor) else "bf16"
+        if found_format != self.format or tuple(weight.shape) != expected:
+            raise ValueError(
+                f"segment {index} holds {self.format} weights of shape {expected}, "
+                f"got {found_format} of shape {tuple(weight.shape)}"
+            )
+        rows = slice(self.starts[index], self.starts[index] + self.segments[index])
+        with torch.no_grad():
+            if isinstance(weight, torch.Tensor):
+                self.packed[rows].copy_(weight)
+            else:
+                codes, scales, global_scale = self._sections()
+                codes[rows].copy_(weight.codes)
+                # Byte copies: float8 has no copy kernel on every device.
+                scales[rows].view(torch.uint8).copy_(weight.block_scale.view(torch.uint8).to(scales.device))
+                if global_scale is not None:
+                    global_scale[index].copy_(weight.global_scale.reshape(()))
+        self.drop_caches()
+
+    def packed_tensor(self, index: int) -> PackedTensor | torch.Tensor:
+        """Member ``index`` in the interchange layout (views; exact)."""
+        if self.format == "bf16":
+            return self.packed[self.starts[index] : self.starts[index] + self.segments[index]]
+        weight = self.segment_weight(index)
+        return PackedTensor(
+            self.format,
+            (self.segments[index], self.in_features),
+            weight.codes,
+            weight.block_scale,
+            weight.global_scale,
+        )
+
+    def dense(self) -> torch.Tensor:
+        """Dequantized weight ``[N, K]``, global scale included, cached: the CPU path (see ``cache_bytes``).
+
+        4-bit formats give fp32, in which code * block_scale is exact; ``bf16`` gives the storage itself.
+        """
+        if self.format == "bf16":
+            return self.packed.detach()
+        if self._dense is None or self._dense.device != self.packed.device:
+            weight = self.group_weight()
+            dense = dequantize(weight, dtype=torch.float32)
+            if weight.global_scale is not None:
+                rows = torch.tensor(self.segments, device=dense.device)
+                dense /= weight.global_scale.repeat_interleave(rows)[:, None]
+            self._dense = dense
+        return self._dense
+
+    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``x W^T + bias`` of the whole group, rounded once: what the engine calls (no gradient).
+
+        Args:
+            x: [T, K] in the compute dtype; ``bias``: [N] or None.
+        """
+        if self.format != "bf16" and x.is_cuda:
+            return quant_matmul(x, self.group_weight(), bias)
+        return dense_linear(x, self.dense(), bias)
+
+    def drop_caches(self) -> None:
+        """Forget views and the dequantized copy (after the buffer was written)."""
+        self._dense = None
+        self._views = None
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the packed buffer."""
+        return self.packed.numel() * self.packed.element_size()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the dequantized copy kept for the CPU path (0 on CUDA)."""
+        return 0 if self._dense is None else self._dense.numel() * self._dense.element_size()
+
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
+        # uint8 is no floating type, so `.to(dtype)` moves the packed bytes and never casts them.
+        self.drop_caches()
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:  # type: ignore[no-untyped-def]
+        """The handles emit the disk names; the buffer itself is no entry of a state dict."""
+
+    def _load_from_state_dict(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+        """Loaded through the handles (see :class:`qerl.nn.linear.QuantLinear`)."""
+
+    def extra_repr(self) -> str:
+        return f"format={self.format}, segments={self.segments}, in_features={self.in_features}"

@@ -1,0 +1,198 @@
+"""Load a decoder with frozen weights from local files, without ever building its 16-bit linears.
+
+The model skeleton is made on the meta device; packed tensors go straight from the file into the groups' buffers, one
+group at a time. A 16-bit checkpoint with ``weights="nvfp4"`` is quantized group by group on the way.
+"""
+
+import logging
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from qerl.formats.base import get_format
+from qerl.formats.checkpoint import CheckpointReader
+from qerl.nn.attention import PACKED_ATTENTION
+from qerl.nn.group import WeightGroup
+from qerl.nn.surgery import ProjectionGroup, find_projection_groups, install_group, install_norms
+
+logger = logging.getLogger(__name__)
+
+WEIGHT_FORMATS = ("bf16", "nvfp4", "nf4")
+_TIED_HEAD = "lm_head.weight"
+
+
+class ModelLoadError(ValueError):
+    """A checkpoint that does not fit the request; the message says what to change."""
+
+
+def resolve_device(device: str | torch.device = "auto") -> torch.device:
+    """``"auto"`` is CUDA where there is one, the CPU otherwise."""
+    if str(device) != "auto":
+        return torch.device(device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """``"auto"`` is bf16 on CUDA and fp32 on the CPU (where bf16 matmuls are emulated on most machines).
+
+    Raises:
+        ModelLoadError: fp16, which overflows on E4M3-scaled weights, or an unknown name.
+    """
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    resolved = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, None)
+    if resolved not in (torch.bfloat16, torch.float32):
+        raise ModelLoadError(f"dtype {dtype!r} is not supported: use 'bfloat16', 'float32' or 'auto'.")
+    return resolved
+
+
+def resolve_weights(requested: str, reader: CheckpointReader) -> str:
+    """The weight format to load, from the request and from what the checkpoint holds.
+
+    Raises:
+        ModelLoadError: unknown name, or a packed checkpoint asked for as another format.
+    """
+    stored = reader.quantization.format if reader.quantization is not None else "bf16"
+    if requested == "auto":
+        return stored
+    if requested not in WEIGHT_FORMATS:
+        raise ModelLoadError(f"weights={requested!r} is unknown; choose from auto, {', '.join(WEIGHT_FORMATS)}.")
+    if stored not in ("bf16", requested):
+        raise ModelLoadError(
+            f"{reader.path} holds {stored} weights, but weights={requested!r} was asked for. Use weights='auto', or "
+            "start from the 16-bit checkpoint, from which every format can be made."
+        )
+    return requested
+
+
+def _load_group(
+    found: ProjectionGroup, reader: CheckpointReader, weights: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    names = found.full_names
+    packed_on_disk = [reader.is_packed(name) for name in names]
+    if any(packed_on_disk) and not all(packed_on_disk):
+        raise ModelLoadError(f"only some of {', '.join(names)} are packed in {reader.path}")
+    if all(packed_on_disk):
+        tensors = [reader.load_packed(name) for name in names]
+        format = tensors[0].format
+    else:
+        tensors = [reader.load(f"{name}.weight") for name in names]
+        quantizable = weights != "bf16" and tensors[0].shape[1] % get_format(weights).block_size == 0
+        format = weights if quantizable else "bf16"
+        if quantizable:
+            tensors = get_format(weights).quantize([t.to(device, torch.bfloat16) for t in tensors])
+        elif weights != "bf16":
+            logger.warning(
+                "%s stays 16 bit: in_features %d is not a multiple of the %s block of %d",
+                ", ".join(names), tensors[0].shape[1], weights, get_format(weights).block_size,
+            )  # fmt: skip
+    for name, linear, tensor in zip(names, found.linears, tensors, strict=True):
+        if tuple(tensor.shape) != (linear.out_features, linear.in_features):
+            raise ModelLoadError(
+                f"{name} in {reader.path} has shape {tuple(tensor.shape)}, the config says "
+                f"{(linear.out_features, linear.in_features)}: another model's weights?"
+            )
+    group = WeightGroup(format, [t.shape[0] for t in tensors], tensors[0].shape[1], dtype, device)
+    biases = []
+    for index, (name, linear, tensor) in enumerate(zip(names, found.linears, tensors, strict=True)):
+        group.load_segment(index, tensor)
+        has_bias = linear.bias is not None
+        biases.append(reader.load(f"{name}.bias").to(device, dtype) if has_bias else None)
+    install_group(found, group, biases)
+
+
+def _load_rest(model: nn.Module, reader: CheckpointReader, dtype: torch.dtype, device: torch.device) -> None:
+    """Materialize every parameter that is still on the meta device (embeddings, norms, head)."""
+    stored = set(reader.names())
+    for name, parameter in list(model.named_parameters()):
+        if parameter.device.type != "meta":
+            continue
+        if name == _TIED_HEAD and name not in stored:
+            continue
+        if name not in stored:
+            raise ModelLoadError(f"{reader.path} has no tensor {name}, which {type(model).__name__} needs.")
+        tensor = reader.load(name)
+        if tensor.shape != parameter.shape:
+            raise ModelLoadError(
+                f"{name} has shape {tuple(tensor.shape)} in {reader.path}, the config says "
+                f"{tuple(parameter.shape)}: another model's weights?"
+            )
+        parent = model.get_submodule(name.rpartition(".")[0])
+        value = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
+        setattr(parent, name.rpartition(".")[2], value)
+
+
+def _tie_head(model: PreTrainedModel, config: PretrainedConfig, reader: CheckpointReader) -> None:
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head.weight.device.type != "meta" and not config.tie_word_embeddings:
+        return
+    if not config.tie_word_embeddings:
+        raise ModelLoadError(f"{reader.path} has no {_TIED_HEAD} and its config does not tie it to the embedding.")
+    head.weight = embedding.weight
+
+
+def load_model(
+    path: str | Path,
+    *,
+    weights: str = "auto",
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load a causal LM with frozen (packed) weights and slotted norms, ready for LoRA and for the engine.
+
+    Args:
+        path: local folder with ``config.json`` and safetensors, 16-bit or packed.
+        weights: ``auto`` (as stored), ``bf16``, ``nvfp4`` or ``nf4``; a 16-bit checkpoint is quantized while loading.
+        dtype: compute dtype of activations, norms and head.
+        device: where it goes.
+        trust_remote_code: passed to transformers; off unless asked for.
+
+    Returns:
+        The transformers model; ``model.qerl_weights`` names the format. All parameters are frozen.
+
+    Raises:
+        ModelLoadError: weights of another model, a missing tensor, a format that does not fit.
+    """
+    device = resolve_device(device)
+    dtype = resolve_dtype(dtype, device)
+    reader = CheckpointReader(path)
+    weights = resolve_weights(weights, reader)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # transformers would look for a quantizer of its own
+    config.dtype = dtype
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=PACKED_ATTENTION, trust_remote_code=trust_remote_code
+        )
+    for found in list(find_projection_groups(model)):
+        _load_group(found, reader, weights, dtype, device)
+    _load_rest(model, reader, dtype, device)
+    _tie_head(model, config, reader)
+    install_norms(model)
+    left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.device.type == "meta"]
+    if left:
+        raise ModelLoadError(f"{len(left)} tensors were not loaded from {path}: {', '.join(left[:5])}")
+    for name, buffer in model.named_buffers():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        setattr(parent, name.rpartition(".")[2], buffer.to(device))
+    if (Path(path) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    config.name_or_path = str(path)
+    model.requires_grad_(False)
+    model.eval()
+    model.qerl_weights = weights
+    return model
+
+
+def eos_token_ids(model: PreTrainedModel, extra: int | None = None) -> tuple[int, ...]:
+    """Every id that ends a sample: the generation config's, the config's and the tokenizer's (``extra``)."""
+    ids: list[int] = []
+    for value in (model.generation_config.eos_token_id, model.config.eos_token_id, extra):
+        values = value if isinstance(value, (list, tuple)) else [value]
+        ids.extend(v for v in values if v is not None and v not in ids)
+    return tuple(ids)

@@ -1,0 +1,131 @@
+"""Put an engine over a model: ours where the runner knows the architecture, transformers' generation elsewhere."""
+
+import json
+import logging
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from qerl.nn.loading import eos_token_ids, load_model
+from qerl.nn.lora import prepare_lora_config
+from qerl.rollout.engine import EngineConfig, RolloutEngine
+from qerl.rollout.lora import AdapterMismatchError
+from qerl.rollout.runner import DecoderRunner, UnsupportedArchitectureError
+from qerl.rollout.transformers_backend import TransformersEngine
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_MODEL_LEN = 4096
+
+
+def make_engine(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_model_len: int,
+    backend: str = "auto",
+    max_num_seqs: int = 256,
+    memory_bytes: int | None = None,
+) -> RolloutEngine | TransformersEngine:
+    """An engine over ``model`` (which may be PEFT-wrapped).
+
+    Args:
+        max_model_len: longest prompt + completion it must serve.
+        backend: ``engine``, ``transformers`` or ``auto`` (engine, with a logged fallback).
+        max_num_seqs: sequences decoded at once.
+        memory_bytes: bytes for the KV cache; None: what a call needs at most.
+
+    Raises:
+        UnsupportedArchitectureError: ``backend="engine"`` and the runner does not know the model.
+        ValueError: ``max_model_len`` beyond the model's positions.
+    """
+    eos = eos_token_ids(model, tokenizer.eos_token_id)
+    limit = model.config.max_position_embeddings
+    if max_model_len > limit:
+        raise ValueError(
+            f"prompt + completion may reach {max_model_len} tokens, but the model has {limit} positions: lower "
+            "max_prompt_length or max_completion_length"
+        )
+    if backend == "transformers":
+        return TransformersEngine(model, eos, max_model_len, max_num_seqs)
+    try:
+        runner = DecoderRunner(model)
+        if max_model_len > runner.max_position:
+            raise UnsupportedArchitectureError(
+                f"sequences of {max_model_len} tokens exceed the model's sliding window of {runner.max_position}"
+            )
+    except UnsupportedArchitectureError as error:
+        if backend == "engine":
+            raise
+        logger.warning("rollouts fall back to transformers generation (slower): %s", error)
+        return TransformersEngine(model, eos, max_model_len, max_num_seqs)
+    config = EngineConfig(max_num_seqs=max_num_seqs, max_model_len=max_model_len, memory_bytes=memory_bytes)
+    return RolloutEngine(runner, eos, config)
+
+
+def load_adapter(model: nn.Module, adapter: str | Path) -> nn.Module:
+    """Wrap ``model`` with a PEFT adapter from disk.
+
+    Raises:
+        AdapterMismatchError: no adapter there, or tensors of it that match nothing in the model.
+    """
+    from peft import LoraConfig, PeftModel
+    from safetensors import safe_open
+
+    folder = Path(adapter)
+    weights = folder / "adapter_model.safetensors"
+    if not (folder / "adapter_config.json").is_file() or not weights.is_file():
+        raise AdapterMismatchError(
+            f"{folder} holds no PEFT adapter (adapter_config.json and adapter_model.safetensors)"
+        )
+    config = prepare_lora_config(LoraConfig.from_pretrained(str(folder)), model)
+    wrapped = PeftModel.from_pretrained(model, str(folder), config=config, autocast_adapter_dtype=True)
+    have = {name.replace(".default", "") for name in wrapped.state_dict() if "lora_" in name}
+    with safe_open(weights, framework="pt") as file:
+        stored = set(file.keys())
+    if have != stored:
+        odd = sorted(stored ^ have)
+        raise AdapterMismatchError(
+            f"adapter {folder} does not fit the model: {len(stored - have)} of its {len(stored)} tensors match nothing "
+            f"and {len(have - stored)} of the model's are missing (for example {odd[0]}). Was it trained on another "
+            "model?"
+        )
+    wrapped.eval()
+    return wrapped
+
+
+def build_engine(
+    model_path: str | Path,
+    *,
+    weights: str = "auto",
+    adapter: str | Path | None = None,
+    device: str | torch.device = "auto",
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    max_num_seqs: int = 256,
+) -> tuple[RolloutEngine | TransformersEngine, PreTrainedTokenizerBase, nn.Module]:
+    """Load model, tokenizer and adapter from local folders and put an engine over them.
+
+    Args:
+        model_path: folder with config.json and safetensors (16-bit or packed).
+        weights: see :func:`qerl.nn.loading.load_model`.
+        adapter: PEFT adapter folder, or a training run / checkpoint that holds one.
+        max_model_len: default: the model's positions, at most 4096.
+    """
+    path = Path(model_path)
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(f"{path} holds no model (no config.json): give a local folder")
+    positions = json.loads((path / "config.json").read_text()).get("max_position_embeddings", DEFAULT_MAX_MODEL_LEN)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = load_model(path, weights=weights, device=device, dtype=dtype)
+    if adapter is not None:
+        model = load_adapter(model, adapter)
+    engine = make_engine(
+        model,
+        tokenizer,
+        max_model_len=max_model_len or min(positions, DEFAULT_MAX_MODEL_LEN),
+        max_num_seqs=max_num_seqs,
+    )
+    return engine, tokenizer, model

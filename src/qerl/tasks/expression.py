@@ -1,0 +1,329 @@
+r"""A strict parser for the formulas that are answers: what it does not know is an error, nothing is dropped.
+
+(A lenient parser is how ``1 - \frac{1}{\mathrm{e}}`` and ``1 + \frac{1}{\mathrm{e}}`` came to be both 1.)
+
+Grammar, loosest first: sums; products (``\cdot``, ``\times``, ``*``, ``/``, juxtaposition); signs; powers; postfix
+``!``, ``%``, ``°``; and atoms: numbers, letters with subscripts, constants, ``\frac``, ``\sqrt``, ``\binom``,
+functions, brackets, ``|x|``, floor and ceiling. A number followed by a fraction of numbers is a mixed number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from qerl.tasks.tokens import OPENING, FormulaError, Token
+
+CONSTANTS = frozenset({"pi", "e", "i", "infty"})
+FUNCTIONS = frozenset(
+    "sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh coth ln log lg exp".split()
+)
+_GREEK = frozenset(
+    r"\alpha \beta \gamma \delta \epsilon \zeta \eta \theta \iota \kappa \lambda \mu \nu \xi \rho \sigma \tau"
+    r" \upsilon \phi \chi \psi \omega \Gamma \Delta \Theta \Lambda \Xi \Pi \Sigma \Phi \Psi \Omega \ell \hbar".split()
+)
+_TIMES = frozenset({"*", r"\cdot", r"\times"})
+_MAX_DEPTH = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """``op`` with arguments; leaves: ("number", value=Fraction), ("symbol", name), ("constant", name).
+
+    Other ops: add, mul, div, pow, neg, pm, mp (their unary forms), call (name = function), root (x, n), binom,
+    factorial, abs, floor, ceil, percent, degree. ``literal`` is how a number was written.
+    """
+
+    op: str
+    args: tuple[Node, ...] = ()
+    name: str = ""
+    value: Fraction | None = None
+    literal: str = ""
+
+
+def parse_expression(tokens: list[Token]) -> Node:
+    """The tree of a formula.
+
+    Raises:
+        FormulaError: Anything that is not one expression of the grammar.
+    """
+    parser = _Parser(tokens)
+    node = parser.sum(0)
+    if parser.position != len(tokens):
+        raise FormulaError(f"unexpected {tokens[parser.position].text!r}")
+    return node
+
+
+def symbols(node: Node) -> frozenset[str]:
+    """Names of the free symbols."""
+    if node.op == "symbol":
+        return frozenset({node.name})
+    return frozenset().union(*(symbols(arg) for arg in node.args)) if node.args else frozenset()
+
+
+def contains(node: Node, *ops: str) -> bool:
+    """Whether an operation (or the constant of that name) occurs in a tree."""
+    return node.op in ops or (node.op == "constant" and node.name in ops) or any(contains(a, *ops) for a in node.args)
+
+
+def number(value: Fraction | int, literal: str = "") -> Node:
+    """A number leaf."""
+    return Node("number", value=Fraction(value), literal=literal)
+
+
+def rename(node: Node, old: str, new: str) -> Node:
+    """A tree with one symbol renamed."""
+    if node.op == "symbol":
+        return Node("symbol", name=new) if node.name == old else node
+    if not node.args:
+        return node
+    return replace(node, args=tuple(rename(arg, old, new) for arg in node.args))
+
+
+class _Parser:
+    def __init__(self, tokens: list[Token]) -> None:
+        self.tokens = list(tokens)
+        self.position = 0
+
+    def peek(self, offset: int = 0) -> Token | None:
+        index = self.position + offset
+        return self.tokens[index] if index < len(self.tokens) else None
+
+    def at(self, *texts: str) -> bool:
+        token = self.peek()
+        return token is not None and token.text in texts
+
+    def take(self, text: str | None = None) -> Token:
+        token = self.peek()
+        if token is None or (text is not None and token.text != text):
+            raise FormulaError(f"expected {text or 'more'}, found {token.text if token else 'the end'}")
+        self.position += 1
+        return token
+
+    def sum(self, depth: int) -> Node:
+        if depth > _MAX_DEPTH:
+            raise FormulaError(f"nested deeper than {_MAX_DEPTH}")
+        node = self.product(depth)
+        while self.at("+", "-", r"\pm", r"\mp"):
+            sign = self.take().text
+            right = self.product(depth)
+            node = Node("add", (node, _signed(sign, right)))
+        return node
+
+    def product(self, depth: int) -> Node:
+        node = self.signed(depth)
+        while (token := self.peek()) is not None:
+            if token.text in _TIMES:
+                self.take()
+                node = Node("mul", (node, self.signed(depth)))
+            # inside brackets a colon divides; outside it makes a ratio, which is cut before
+            elif token.text in ("/", ":"):
+                self.take()
+                node = Node("div", (node, self.signed(depth)))
+            elif self.starts_atom(token):
+                previous = self.tokens[self.position - 1]
+                if token.kind == "number" and previous.kind == "number":
+                    raise FormulaError("two numbers side by side")
+                node = Node("mul", (node, self.power(depth)))
+            else:
+                break
+        return node
+
+    def signed(self, depth: int) -> Node:
+        if depth > _MAX_DEPTH:
+            raise FormulaError(f"nested deeper than {_MAX_DEPTH}")
+        if self.at("+", "-", r"\pm", r"\mp"):
+            return _signed(self.take().text, self.signed(depth + 1))
+        return self.power(depth)
+
+    def power(self, depth: int) -> Node:
+        node = self.postfix(self.atom(depth))
+        if self.at("^"):
+            self.take()
+            node = self.postfix(Node("pow", (node, self.exponent(depth))))
+        return node
+
+    def exponent(self, depth: int) -> Node:
+        if self.at("+", "-"):
+            return _signed(self.take().text, self.atom(depth + 1))
+        return self.script(depth)
+
+    def script(self, depth: int) -> Node:
+        """An argument of ``^`` or ``_``: a group, or one number, letter or command."""
+        return self.atom(depth + 1, bare=True)
+
+    def fraction_argument(self, depth: int) -> Node:
+        """``\\frac34``: an argument without braces is a single digit, letter or command."""
+        token = self.peek()
+        if token is not None and token.kind == "number" and len(token.text) > 1:
+            self.tokens[self.position] = Token("number", token.text[1:], False)
+            return number(int(token.text[0]), token.text[0])
+        return self.script(depth)
+
+    def postfix(self, node: Node) -> Node:
+        while self.at("!", "%", "°", "'"):
+            mark = self.take().text
+            if mark == "'":
+                if node.op == "symbol":
+                    node = Node("symbol", name=node.name + "'")
+                    continue
+                raise FormulaError("unexpected '")
+            node = Node({"!": "factorial", "%": "percent", "°": "degree"}[mark], (node,))
+            if mark == "°":
+                node = self.minutes(node)
+        return node
+
+    def minutes(self, degrees: Node) -> Node:
+        """``60° 42'`` and ``60° 42' 10''`` as one angle in degrees."""
+        total, part = degrees.args[0], 60
+        while (token := self.peek()) is not None and token.kind == "number" and part <= 3600:
+            after = self.peek(1)
+            if after is None or after.text != "'":
+                break
+            self.position += 2
+            if part == 3600:
+                self.take("'")
+            total = Node("add", (total, Node("div", (number(Fraction(token.text)), number(part)))))
+            part *= 60
+        return Node("degree", (total,))
+
+    def starts_atom(self, token: Token) -> bool:
+        if token.kind in ("number", "letter"):
+            return True
+        if token.kind == "command":
+            name = token.text[1:]
+            return (
+                token.text in _GREEK
+                or name in FUNCTIONS
+                or name in CONSTANTS
+                or token.text in (r"\frac", r"\sqrt", r"\binom", r"\lfloor", r"\lceil")
+            )
+        return token.text in ("(", "[", "{")
+
+    def atom(self, depth: int, bare: bool = False) -> Node:
+        if depth > _MAX_DEPTH:
+            raise FormulaError(f"nested deeper than {_MAX_DEPTH}")
+        token = self.take()
+        if token.kind == "number":
+            node = number(Fraction(token.text), token.text)
+            return node if bare else self.mixed(node, depth)
+        if token.kind == "letter" or token.text in _GREEK:
+            return self.symbol(token, bare)
+        if token.text in ("(", "[", "{"):
+            node = self.sum(depth + 1)
+            self.take(OPENING[token.text])
+            return node
+        if token.text == "|":
+            node = self.sum(depth + 1)
+            self.take("|")
+            return Node("abs", (node,))
+        if token.text in (r"\lfloor", r"\lceil"):
+            node = self.sum(depth + 1)
+            self.take(OPENING[token.text])
+            return Node("floor" if token.text == r"\lfloor" else "ceil", (node,))
+        return self.command(token, depth)
+
+    def command(self, token: Token, depth: int) -> Node:
+        if token.text == r"\frac":
+            top = self.fraction_argument(depth)
+            return Node("div", (top, self.fraction_argument(depth)))
+        if token.text == r"\binom":
+            top = self.fraction_argument(depth)
+            return Node("binom", (top, self.fraction_argument(depth)))
+        if token.text == r"\sqrt":
+            order = number(2)
+            if self.at("["):
+                self.take()
+                order = self.sum(depth + 1)
+                self.take("]")
+            return Node("root", (self.fraction_argument(depth), order))
+        name = token.text[1:]
+        if name in CONSTANTS:
+            return Node("constant", name=name)
+        if name in FUNCTIONS:
+            return self.call(name, depth)
+        raise FormulaError(f"unknown {token.text!r}")
+
+    def symbol(self, token: Token, bare: bool) -> Node:
+        name = token.text.removeprefix("\\")
+        if not bare and self.at("_"):
+            self.take()
+            return Node("symbol", name=f"{name}_{self.subscript()}")
+        if name in ("e", "i"):
+            return Node("constant", name=name)
+        return Node("symbol", name=name)
+
+    def subscript(self) -> str:
+        if not self.at("{"):
+            return self.take().text.removeprefix("\\")
+        depth, parts = 0, []
+        while True:
+            token = self.take()
+            depth += (token.text == "{") - (token.text == "}")
+            if depth == 0:
+                return "".join(parts)
+            if token.text not in "{}":
+                parts.append(token.text.removeprefix("\\"))
+
+    def mixed(self, whole: Node, depth: int) -> Node:
+        """``1\\frac{1}{2}`` and ``1 1/2``: a whole number and a fraction of whole numbers after it are added."""
+        if "." in whole.literal:
+            return whole
+        start = self.position
+        if self.at(r"\frac"):
+            fraction = self.atom(depth + 1)
+            if all(arg.op == "number" for arg in fraction.args) and not self.at("^"):
+                return Node("add", (whole, fraction))
+            self.position = start
+            return whole
+        top, bar, bottom = self.peek(), self.peek(1), self.peek(2)
+        if top and bar and bottom and top.kind == bottom.kind == "number" and bar.text == "/" and top.spaced:
+            self.position += 3
+            if int(Fraction(bottom.text)) > 0:
+                return Node("add", (whole, Node("div", (number(Fraction(top.text)), number(Fraction(bottom.text))))))
+        self.position = start
+        return whole
+
+    def call(self, name: str, depth: int) -> Node:
+        exponent = base = None
+        while self.at("^", "_"):
+            if self.take().text == "^":
+                exponent = self.exponent(depth)
+            else:
+                base = self.script(depth)
+        if self.at("(", "{", "[", "|"):
+            argument = self.postfix(self.atom(depth + 1))
+        else:
+            argument = self.juxtaposed(depth)
+        if name == "log" and base is not None:
+            node = Node("div", (Node("call", (argument,), "ln"), Node("call", (base,), "ln")))
+        elif base is not None:
+            raise FormulaError(f"a subscript on \\{name}")
+        else:
+            node = Node("call", (argument,), name)
+        if exponent is None:
+            return node
+        if exponent.op == "neg" and exponent.args[0].value == 1 and name in ("sin", "cos", "tan", "cot"):
+            return Node("call", (argument,), "arc" + name)
+        return Node("pow", (node, exponent))
+
+    def juxtaposed(self, depth: int) -> Node:
+        """The argument of a function without brackets: factors up to the next sign, product sign or function."""
+        if self.at("-", "+"):
+            return _signed(self.take().text, self.juxtaposed(depth + 1))
+        node = self.power(depth + 1)
+        while (token := self.peek()) is not None:
+            if token.text == "/" and node.op in ("number", "symbol", "constant", "mul"):
+                self.take()
+                node = Node("div", (node, self.power(depth + 1)))
+            elif self.starts_atom(token) and token.text[1:] not in FUNCTIONS and token.text != "(":
+                node = Node("mul", (node, self.power(depth + 1)))
+            else:
+                break
+        return node
+
+
+def _signed(sign: str, node: Node) -> Node:
+    if sign == "+":
+        return node
+    return Node({"-": "neg", r"\pm": "pm", r"\mp": "mp"}[sign], (node,))

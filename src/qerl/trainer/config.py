@@ -1,0 +1,194 @@
+"""QeRLConfig: TRL's ``GRPOConfig`` plus what quantized rollouts and AQN need.
+
+Every TRL field keeps its name and meaning. Defaults that differ are the paper's (arXiv 2510.11696, table 4) or follow
+from the engine; ``vllm_importance_sampling_*`` configures the correction between engine and trainer log-probs; TRL
+fields that steer a vLLM process are refused with the replacement named.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from trl import GRPOConfig
+
+from qerl.rl.schedule import SCHEDULES, NoiseSchedule
+
+ROLLOUT_BACKENDS = ("auto", "engine", "transformers")
+AQN_SCOPES = ("rollout", "both")
+OVERLONG_PROMPTS = ("drop", "error")
+
+# TRL fields that only make sense for a vLLM process, and what to use here.
+_REPLACED_FIELDS = {
+    "use_vllm": "rollout_backend",
+    "vllm_mode": "rollout_backend",
+    "vllm_model_impl": "rollout_backend",
+    "vllm_enable_sleep_mode": "kv_cache_gb",
+    "vllm_structured_outputs_regex": "a format reward",
+    "vllm_server_base_url": "rollout_backend",
+    "vllm_server_host": "rollout_backend",
+    "vllm_server_port": "rollout_backend",
+    "vllm_server_timeout": "rollout_backend",
+    "vllm_group_port": "rollout_backend",
+    "vllm_gpu_memory_utilization": "kv_cache_gb",
+    "vllm_max_model_length": "max_prompt_length and max_completion_length",
+    "vllm_tensor_parallel_size": "one engine per GPU (data parallel)",
+    "use_transformers_continuous_batching": "rollout_backend",
+    "transformers_continuous_batching_config": "rollout_backend",
+    "use_transformers_paged": "rollout_backend",
+    "cache_implementation": "rollout_backend",
+    "generation_kwargs": "temperature, top_p, top_k, min_p, max_completion_length",
+}
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work; the message says which field and what to change."""
+
+
+def _help(text: str) -> dict[str, Any]:
+    return {"help": text}
+
+
+@dataclass
+class QeRLConfig(GRPOConfig):
+    """Arguments of :class:`qerl.trainer.trainer.QeRLTrainer`; see the module docstring."""
+
+    # The paper's settings where it states them.
+    learning_rate: float = field(default=1e-5, metadata=_help("Peak learning rate (paper: 1e-5, 5e-6 for bf16)."))
+    num_generations: int | None = field(default=8, metadata=_help("Samples per prompt (the group size)."))
+    epsilon_high: float | None = field(default=0.28, metadata=_help("Upper clip of DAPO's asymmetric range."))
+    vllm_importance_sampling_mode: str = field(
+        default="token_truncate",
+        metadata=_help("How the engine/trainer ratio enters the loss (TRL's modes)."),
+    )
+    vllm_importance_sampling_clip_max: float | None = field(
+        default=2.0, metadata=_help("Cap C of the truncated importance weights.")
+    )
+    logging_steps: float = field(default=1, metadata=_help("Log every N updates."))
+    bf16: bool | None = field(
+        default=False,
+        metadata=_help("Autocast; off, because modules run in `dtype` and round like the engine."),
+    )
+    gradient_checkpointing: bool | None = field(
+        default=None, metadata=_help("Recompute activations in the backward pass; default: on with CUDA.")
+    )
+
+    # Weights and adapter.
+    weights: str = field(default="auto", metadata=_help("Frozen base weights: auto (as stored), bf16, nvfp4 or nf4."))
+    dtype: str = field(
+        default="auto",
+        metadata=_help("Compute dtype: auto (bfloat16 on CUDA, float32 on CPU), bfloat16, float32."),
+    )
+    lora_r: int = field(default=32, metadata=_help("LoRA rank, used when no peft_config is given."))
+    lora_alpha: int = field(default=64, metadata=_help("LoRA alpha, used when no peft_config is given."))
+    lora_target_modules: list[str] | None = field(
+        default=None,
+        metadata=_help("Projection names that get LoRA; default: all linears of the decoder layers."),
+    )
+
+    # Adaptive quantization noise.
+    aqn_schedule: str = field(
+        default="exponential",
+        metadata=_help(f"Noise schedule: {', '.join(SCHEDULES)} ('none' turns AQN off)."),
+    )
+    aqn_scope: str = field(
+        default="rollout",
+        metadata=_help("'rollout': noise while sampling only; 'both': the same sample while training on the batch."),
+    )
+    sigma_start: float = field(default=1e-2, metadata=_help("Noise sigma of the first noisy stage."))
+    sigma_end: float = field(default=5e-4, metadata=_help("Noise sigma of the last stage."))
+    num_stages: int = field(default=10, metadata=_help("Stages of the schedule; stage 0 has no noise."))
+
+    # Rollout engine.
+    rollout_backend: str = field(
+        default="auto",
+        metadata=_help("auto (the engine, or transformers for unknown architectures), engine or transformers."),
+    )
+    max_prompt_length: int | None = field(
+        default=1024, metadata=_help("Longest prompt in tokens, checked before step 1 (None: no limit).")
+    )
+    overlong_prompts: str = field(
+        default="drop", metadata=_help("Prompts over max_prompt_length: 'drop' (counted) or 'error'.")
+    )
+    kv_cache_gb: float | None = field(
+        default=None, metadata=_help("GB for the engine's KV cache; default: what the batch needs at most.")
+    )
+    max_num_seqs: int = field(default=256, metadata=_help("Sequences decoded at once."))
+
+    # Guards.
+    parity_tokens: int = field(
+        default=512, metadata=_help("Sampled tokens re-scored by the trainer at every rollout (0: no probe).")
+    )
+    parity_warn: float = field(
+        default=0.03, metadata=_help("Mean |log-prob difference| engine vs trainer that raises an alarm.")
+    )
+    parity_stop: float = field(
+        default=0.5,
+        metadata=_help("Mean |log-prob difference| that stops the run: the engine runs another policy."),
+    )
+    min_ess: float = field(
+        default=0.3,
+        metadata=_help("Stop when the effective sample size (share) stays below this (0: never)."),
+    )
+    min_ess_patience: int = field(default=5, metadata=_help("Consecutive rollouts below min_ess before the stop."))
+
+    def __post_init__(self) -> None:
+        self._refuse_replaced_fields()
+        if self.gradient_checkpointing is None:
+            self.gradient_checkpointing = torch.cuda.is_available() and not self.use_cpu
+        if self.num_generations is not None and self.num_generations < 2:
+            raise ConfigError(
+                f"num_generations={self.num_generations}: a group of one has no baseline, so every advantage is 0. "
+                "Use at least 2 (8 in the paper)."
+            )
+        super().__post_init__()
+        self._check()
+
+    def _refuse_replaced_fields(self) -> None:
+        defaults = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
+        for name, replacement in _REPLACED_FIELDS.items():
+            if name in defaults and getattr(self, name) != defaults[name]:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: no vLLM process is involved; use {replacement}.")
+
+    def _check(self) -> None:
+        self._check_choice("aqn_scope", AQN_SCOPES)
+        self._check_choice("rollout_backend", ROLLOUT_BACKENDS)
+        self._check_choice("overlong_prompts", OVERLONG_PROMPTS)
+        self._check_choice("weights", ("auto", "bf16", "nvfp4", "nf4"))
+        NoiseSchedule(self.aqn_schedule, self.sigma_start, self.sigma_end, self.num_stages, total_updates=1)
+        if self.bf16 or self.fp16:
+            raise ConfigError("bf16/fp16 autocast would round unlike the engine; set dtype='bfloat16' instead.")
+        truncated = {"top_p": self.top_p != 1.0, "top_k": self.top_k > 0, "min_p": bool(self.min_p)}
+        if any(truncated.values()):
+            raise ConfigError(
+                f"{', '.join(k for k, v in truncated.items() if v)}: training on a truncated distribution needs its "
+                "mask replayed in the trainer, which is not supported. Use top_p=1, top_k=0, min_p=None (temperature "
+                "is fine)."
+            )
+        if self.repetition_penalty != 1.0:
+            raise ConfigError("repetition_penalty must be 1 in training: it makes sampled log-probs history dependent.")
+        if self.temperature <= 0:
+            raise ConfigError(f"temperature={self.temperature}: groups of equal greedy samples carry no signal.")
+        for name in ("lora_r", "max_num_seqs", "min_ess_patience"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        self._check_save_boundary()
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        if getattr(self, name) not in choices:
+            raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; choose from {', '.join(choices)}")
+
+    @property
+    def updates_per_generation(self) -> int:
+        """Optimizer updates made from one generated batch."""
+        return max(1, self.steps_per_generation * self.num_iterations // self.gradient_accumulation_steps)
+
+    def _check_save_boundary(self) -> None:
+        """Buffered completions are not checkpointed, so a checkpoint must fall between two generations."""
+        every = self.updates_per_generation
+        strategy = getattr(self.save_strategy, "value", self.save_strategy)
+        if strategy == "steps" and self.save_steps >= 1 and self.save_steps % every != 0:
+            raise ConfigError(
+                f"save_steps={self.save_steps:g} must be a multiple of {every} (updates made from one generated "
+                "batch): a checkpoint in between could not be resumed with the same samples."
+            )

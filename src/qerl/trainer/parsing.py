@@ -1,0 +1,88 @@
+"""From YAML and command line to ``(RunConfig, QeRLConfig)``: one flat name space, unknown keys refused.
+
+Values on the command line win over the file. Every field of both dataclasses is an option ``--name value``; values are
+read as YAML, so lists and dictionaries work (``--lora_target_modules '[q_proj, v_proj]'``).
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qerl.trainer.run_config import RunConfig
+
+
+class UnknownFieldError(ValueError):
+    """A key that no configuration class has."""
+
+
+def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """``["--lr", "1e-5", "--flag", "--x=3"]`` as a dict; a name without a value is True, dashes become underscores.
+
+    Raises:
+        ValueError: a positional argument.
+    """
+    values: dict[str, Any] = {}
+    index = 0
+    while index < len(arguments):
+        argument = arguments[index]
+        if not argument.startswith("--"):
+            raise ValueError(f"unexpected argument {argument!r}: options are --name value")
+        name, separator, text = argument[2:].partition("=")
+        index += 1
+        if not separator and index < len(arguments) and not arguments[index].startswith("--"):
+            text, separator = arguments[index], "="
+            index += 1
+        values[name.replace("-", "_")] = _value(text) if separator else True
+    return values
+
+
+def _value(text: str) -> Any:
+    """A YAML scalar, list or dict; `1e-5` is a number (YAML 1.1 would call it a string)."""
+    value = yaml.safe_load(text)
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """A recipe file as a dict.
+
+    Raises:
+        ValueError: the file holds no mapping.
+    """
+    with open(path, encoding="utf-8") as file:
+        values = yaml.safe_load(file)
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold `field: value` lines, found {type(values).__name__}")
+    return {name: _value(v) if isinstance(v, str) else v for name, v in values.items()}
+
+
+def split_fields(values: Mapping[str, Any], *classes: type) -> list[dict[str, Any]]:
+    """Deal ``values`` to the dataclasses that own the names.
+
+    Raises:
+        UnknownFieldError: a name no class has, with the nearest known one.
+    """
+    fields = [{f.name for f in dataclasses.fields(cls) if f.init} for cls in classes]
+    known = sorted(set().union(*fields))
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "; `qerl train --help-all` lists all fields"
+            raise UnknownFieldError(f"unknown field {name!r}{hint}")
+    return [{n: v for n, v in values.items() if n in names} for names in fields]
+
+
+def build_configs(values: Mapping[str, Any]) -> tuple[RunConfig, Any]:
+    """The two configuration objects from one flat dict (imports TRL)."""
+    from qerl.trainer.config import QeRLConfig
+
+    run_values, trainer_values = split_fields(values, RunConfig, QeRLConfig)
+    return RunConfig(**run_values), QeRLConfig(**trainer_values)

@@ -1,0 +1,174 @@
+"""A whole run: task, rewards, evaluation before, training, evaluation after, summary."""
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from qerl.evaluation.result import EvalResult
+from qerl.evaluation.run_log import AFTER_DIR, BEFORE_DIR, SUMMARY_FILE, RunExistsError, RunWriter
+from qerl.evaluation.runner import evaluate
+from qerl.tasks.base import Task, to_dataset
+from qerl.tasks.registry import load_task
+from qerl.tasks.rewards import CorrectnessReward, FormatReward
+from qerl.tasks.workers import RewardPool
+from qerl.trainer.config import ConfigError, QeRLConfig
+from qerl.trainer.run_config import RunConfig
+from qerl.trainer.run_logger import RunLogger
+from qerl.trainer.trainer import QeRLTrainer
+
+logger = logging.getLogger(__name__)
+
+
+class StopOnSignal(TrainerCallback):
+    """SIGTERM finishes the step, writes a checkpoint and ends the run (Slurm, spot machines)."""
+
+    def __init__(self) -> None:
+        self.received = False
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle SIGTERM inside the block (main thread only)."""
+        previous = signal.signal(signal.SIGTERM, self._receive)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+
+    def _receive(self, signum: int, frame: Any) -> None:
+        self.received = True
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Save and stop once the signal came."""
+        if self.received:
+            control.should_save = True
+            control.should_training_stop = True
+
+
+def make_rewards(run: RunConfig, task: Task, pool: RewardPool | None) -> list[Any]:
+    """Reward functions of the run, in TRL's convention."""
+    made = {
+        "correctness": lambda: CorrectnessReward(task, pool),
+        "format": lambda: FormatReward(
+            "answer_tags" if task.name.startswith("reasoning_gym:") else "boxed",
+            think_opened=task.think_opened,
+        ),
+    }
+    return [made[name]() for name in run.rewards]
+
+
+def resume_checkpoint(args: QeRLConfig) -> str | None:
+    """The checkpoint to resume from: a path, the newest one of the output folder, or None.
+
+    Stray files in the folder are ignored.
+
+    Raises:
+        RunExistsError: the folder holds a run and nothing was said about resuming.
+        ConfigError: resuming was asked for and there is no checkpoint.
+    """
+    wanted = args.resume_from_checkpoint
+    folder = Path(args.output_dir)
+    newest = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    if isinstance(wanted, str) and wanted.lower() not in ("true", "false"):
+        if not (Path(wanted) / "trainer_state.json").is_file():
+            raise ConfigError(f"resume_from_checkpoint={wanted!r} is no checkpoint (trainer_state.json is missing)")
+        return wanted
+    if wanted and str(wanted).lower() == "true":
+        if newest is None:
+            raise ConfigError(f"resume_from_checkpoint: {folder} holds no checkpoint-N folder to resume from")
+        return newest
+    if newest is not None or (folder / SUMMARY_FILE).is_file():
+        raise RunExistsError(
+            f"{folder} already holds a run; add --resume_from_checkpoint true to continue it, or choose another "
+            "output_dir"
+        )
+    return None
+
+
+class Run:
+    """One run in a folder; construct, then :meth:`execute`.
+
+    Args:
+        run: model, task, rewards, evaluation.
+        args: trainer arguments; ``args.output_dir`` is the run folder.
+        show: called with lines for people (live line, evaluation results).
+    """
+
+    def __init__(self, run: RunConfig, args: QeRLConfig, show: Callable[[str], None] = logger.info) -> None:
+        if not run.model:
+            raise ConfigError("model is not set: give the local folder of a 16-bit or packed checkpoint")
+        self.run, self.args, self.show = run, args, show
+        self.checkpoint = resume_checkpoint(args)
+        self.task = load_task(run.task, **run.task_options)
+        self.eval_task = self.task
+        if run.eval_task is not None:
+            self.eval_task = load_task(run.eval_task, **run.eval_task_options)
+        examples = self.task.train[: run.train_limit]
+        if not examples:
+            raise ConfigError(f"task {run.task} has no training problems; choose another, or set task_options.split")
+        self.seconds = {"train": 0.0, "eval": 0.0}
+        self.dataset = to_dataset(examples, self.task)
+
+    def execute(self) -> dict[str, Any]:
+        """Evaluate, train, evaluate; returns what ``summary.json`` holds."""
+        run = self.run
+        workers = run.reward_workers
+        pool = RewardPool(workers, deadline_s=run.reward_deadline) if workers else nullcontext()
+        with pool as rewards_pool:
+            trainer = QeRLTrainer(run.model, make_rewards(run, self.task, rewards_pool), self.args, self.dataset)
+            return self._execute(trainer)
+
+    def _execute(self, trainer: QeRLTrainer) -> dict[str, Any]:
+        run, stop = self.run, StopOnSignal()
+        trainer.add_callback(RunLogger(trainer, self.show, run_values=asdict(run)))
+        trainer.add_callback(stop)
+        summary: dict[str, Any] = {"model": run.model, "task": run.task}
+        if run.evaluate_before and self.checkpoint is None:
+            summary["before"] = self._evaluate(trainer, BEFORE_DIR)
+        start = time.perf_counter()
+        with stop.installed():
+            trainer.train(resume_from_checkpoint=self.checkpoint)
+        self.seconds["train"] = time.perf_counter() - start
+        if stop.received:
+            self.show(f"stopped by SIGTERM after step {trainer.state.global_step}; checkpoint written")
+        else:
+            trainer.save_model(str(Path(self.args.output_dir) / "adapter"))
+            if run.evaluate_after:
+                summary["after"] = self._evaluate(trainer, AFTER_DIR)
+        summary |= {"steps": trainer.state.global_step, "seconds": self.seconds}
+        writer = RunWriter(self.args.output_dir, resume_step=trainer.state.global_step)
+        writer.update_summary(**summary)
+        return summary
+
+    def _evaluate(self, trainer: QeRLTrainer, folder: str) -> dict[str, Any]:
+        """Greedy evaluation through the trainer's engine, under the clean policy."""
+        start = time.perf_counter()
+        trainer.model.eval()
+        trainer.bridge.sync_weights()
+        result: EvalResult = evaluate(
+            trainer.engine,
+            trainer.processing_class,
+            self.eval_task,
+            max_new_tokens=self.run.eval_max_new_tokens or self.args.max_completion_length,
+            limit=self.run.eval_limit,
+            output_dir=Path(self.args.output_dir) / folder,
+            resume=False,
+            model=self.run.model,
+            weights=getattr(trainer.accelerator.unwrap_model(trainer.model), "qerl_weights", None),
+            template_options=self.args.chat_template_kwargs,
+        )
+        trainer.model.train()
+        self.seconds["eval"] += time.perf_counter() - start
+        summary = result.summary()
+        self.show(
+            f"{folder}: accuracy {summary['accuracy']:.3f} [{summary['low']:.3f}, {summary['high']:.3f}] on "
+            f"{summary['n']} problems"
+        )
+        return summary

@@ -1,0 +1,57 @@
+"""RunConfig: what a whole run needs beside the trainer's arguments (model, task, rewards, evaluation).
+
+Plain dataclass without torch, so that ``qerl train --help`` answers at once.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+REWARDS = ("correctness", "format")
+
+
+def _help(text: str) -> dict[str, Any]:
+    return {"help": text}
+
+
+@dataclass
+class RunConfig:
+    """One run: quantized (or 16-bit) model, task, rewards, evaluation before and after.
+
+    Raises:
+        ValueError: an unknown reward name, or a length of ``reward_weights`` that does not fit.
+    """
+
+    model: str = field(default="", metadata=_help("Local folder of the model: 16-bit or packed checkpoint."))
+    task: str = field(
+        default="gsm8k",
+        metadata=_help("gsm8k, math, dapo17k, ..., reasoning_gym:NAME, a .jsonl/.parquet file, or a hub data set."),
+    )
+    task_options: dict[str, Any] = field(
+        default_factory=dict,
+        metadata=_help("Options of the task (data_dir, prompt, size, column names, ...)."),
+    )
+    eval_task: str | None = field(
+        default=None, metadata=_help("Task to evaluate on; default: the test side of `task`.")
+    )
+    eval_task_options: dict[str, Any] = field(default_factory=dict, metadata=_help("Options of `eval_task`."))
+    rewards: list[str] = field(
+        default_factory=lambda: ["correctness"], metadata=_help(f"Any of: {', '.join(REWARDS)}.")
+    )
+    reward_workers: int = field(default=2, metadata=_help("Processes that score answers (0: in the trainer)."))
+    reward_deadline: float = field(default=5.0, metadata=_help("Seconds an answer may take to score."))
+    train_limit: int | None = field(default=None, metadata=_help("Use only the first N training problems."))
+    evaluate_before: bool = field(default=True, metadata=_help("Evaluate before step 1."))
+    evaluate_after: bool = field(default=True, metadata=_help("Evaluate after the last step."))
+    eval_limit: int | None = field(default=None, metadata=_help("Problems per evaluation; default: all."))
+    eval_max_new_tokens: int | None = field(
+        default=None, metadata=_help("Token limit in evaluations; default: max_completion_length.")
+    )
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.rewards if name not in REWARDS]
+        if unknown or not self.rewards:
+            raise ValueError(f"rewards={self.rewards}: choose from {', '.join(REWARDS)}")
+        if self.reward_workers < 0:
+            raise ValueError(f"reward_workers={self.reward_workers} must be 0 or more")
+        if self.reward_deadline <= 0:
+            raise ValueError(f"reward_deadline={self.reward_deadline} must be positive (seconds)")

@@ -1,0 +1,294 @@
+"""QeRLTrainer: TRL's GRPOTrainer over frozen 4-bit weights and our rollout engine.
+
+A thin subclass. Losses, advantages, masks, tools, logging, checkpointing and resume are TRL's; the seams are
+
+* ``vllm_generation``: :class:`~qerl.trainer.bridge.RolloutBridge` stands in for it, which switches on TRL's
+  importance-sampling correction with the engine's log-probs;
+* ``_get_per_token_logps_and_entropies``: overridden to run packed, without padding;
+* ``_generate_and_score_completions``: wrapped to log what the importance weights say.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from trl import GRPOTrainer
+
+from qerl.nn.attention import PACKED_ATTENTION
+from qerl.nn.loading import load_model
+from qerl.nn.lora import LoraQuantLinear, prepare_lora_config
+from qerl.nn.norm import aqn_norms
+from qerl.rl.aqn import NoiseInjector
+from qerl.rollout.build import make_engine
+from qerl.trainer.bridge import RolloutBridge
+from qerl.trainer.config import ConfigError, QeRLConfig
+from qerl.trainer.logprobs import packed_logprobs
+from qerl.trainer.parity import effective_sample_size
+from qerl.trainer.preflight import check_prompts, format_memory_table, memory_table, try_worst_case
+
+logger = logging.getLogger(__name__)
+
+
+class CollapsedSamplingError(RuntimeError):
+    """The importance weights say that the batch tells little about the trained policy."""
+
+
+class NonFiniteLossError(RuntimeError):
+    """NaN or Inf in the loss; the batch was dumped."""
+
+
+class QeRLTrainer(GRPOTrainer):
+    """GRPO / DAPO with frozen packed weights, 16-bit LoRA, engine rollouts and AQN.
+
+    Args:
+        model: local folder (16-bit or packed checkpoint), or a model from :func:`qerl.nn.loading.load_model`, PEFT
+            -wrapped or not.
+        reward_funcs: TRL's convention: ``fn(prompts, completions, **columns) -> list[float | None]``.
+        args: :class:`QeRLConfig`.
+        train_dataset: rows with a ``prompt`` (messages or text) and any columns for the rewards.
+        processing_class: tokenizer; default: the model folder's.
+        peft_config: LoRA config; default: from ``args.lora_*``.
+        **kwargs: passed to TRL (``eval_dataset``, ``callbacks``, ``optimizers``, ``tools``, ...).
+
+    Raises:
+        ConfigError: anything that can be known to fail before step 1.
+    """
+
+    _tag_names = ("trl", "grpo", "qerl")
+    _name = "QeRL"
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel | nn.Module,
+        reward_funcs: Any,
+        args: QeRLConfig,
+        train_dataset: Dataset,
+        *,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        peft_config: LoraConfig | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(model, (str, Path)):
+            path = model
+            model = load_model(
+                path,
+                weights=args.weights,
+                dtype=args.dtype,
+                device="cpu" if args.use_cpu else args.device,
+                trust_remote_code=args.trust_remote_code,
+            )
+            processing_class = processing_class or AutoTokenizer.from_pretrained(path, padding_side="left")
+        if processing_class is None:
+            processing_class = AutoTokenizer.from_pretrained(model.config.name_or_path, padding_side="left")
+        if processing_class.pad_token is None:
+            processing_class.pad_token = processing_class.eos_token
+        peft_config = self._lora_config(model, args, peft_config)
+        longest_prompt = None
+        if isinstance(train_dataset, Dataset):
+            train_dataset, longest_prompt = check_prompts(train_dataset, processing_class, args)
+        timed = [_TimedReward(f) if callable(f) else f for f in _as_list(reward_funcs)]
+        super().__init__(
+            model=model,
+            reward_funcs=timed,
+            args=args,
+            train_dataset=train_dataset,
+            processing_class=processing_class,
+            peft_config=peft_config,
+            callbacks=callbacks,
+            **kwargs,
+        )
+        self._timed_rewards = [f for f in timed if isinstance(f, _TimedReward)]
+        self._low_ess_rollouts = 0
+        self._install_rollouts(longest_prompt)
+
+    @staticmethod
+    def _lora_config(model: nn.Module, args: QeRLConfig, peft_config: LoraConfig | None) -> LoraConfig | None:
+        if any(isinstance(m, LoraQuantLinear) for m in model.modules()):
+            return None  # already wrapped
+        if peft_config is None:
+            peft_config = LoraConfig(
+                r=args.lora_r,
+                lora_alpha=args.lora_alpha,
+                target_modules=args.lora_target_modules or "all-linear",
+                task_type="CAUSAL_LM",
+            )
+        return prepare_lora_config(peft_config, model)
+
+    def _install_rollouts(self, longest_prompt: int | None) -> None:
+        """Engine, noise and bridge over the wrapped model; print the memory budget; try the worst case."""
+        args = self.args
+        policy = self.accelerator.unwrap_model(self.model)
+        if policy.config._attn_implementation != PACKED_ATTENTION:
+            raise ConfigError(f"load the model with qerl.nn.loading.load_model (attention {PACKED_ATTENTION!r})")
+        prompt_len = args.max_prompt_length or longest_prompt
+        if prompt_len is None:
+            raise ConfigError("max_prompt_length is needed with a streaming dataset: the KV cache is sized from it")
+        prompt_len = min(prompt_len, longest_prompt) if longest_prompt else prompt_len
+        # A tool call appends to the prompt at most what the completion budget allows, then samples again.
+        turns = 2 if self.tools else 1
+        max_model_len = prompt_len + turns * self.max_completion_length
+        memory_bytes = None if args.kv_cache_gb is None else int(args.kv_cache_gb * 1024**3)
+        self.engine = make_engine(
+            policy,
+            self.processing_class,
+            max_model_len=max_model_len,
+            backend=args.rollout_backend,
+            max_num_seqs=args.max_num_seqs,
+            memory_bytes=memory_bytes,
+        )
+        self.noise = self._make_noise(policy)
+        self.vllm_generation = RolloutBridge(self, self.engine, self.noise, max_model_len)
+        self.use_vllm = True  # from here on TRL samples through the bridge
+        self.vllm_mode = "colocate"
+        self._last_loaded_step = -1
+        shadows = getattr(getattr(self.engine, "runner", None), "shadows", None)
+        rows = memory_table(policy, shadows.bytes if shadows else 0, memory_bytes or 0)
+        table = format_memory_table(rows)
+        logger.info(table)
+        try_worst_case(self, prompt_len, table)
+
+    def _make_noise(self, policy: nn.Module) -> NoiseInjector | None:
+        if self.args.aqn_schedule == "none":
+            return None
+        norms = aqn_norms(policy)
+        expected = 2 * policy.config.num_hidden_layers
+        if len(norms) != expected:
+            raise ConfigError(
+                f"AQN found {len(norms)} norms to perturb, expected {expected} (two a layer); set aqn_schedule='none' "
+                "to train this architecture without noise"
+            )
+        return NoiseInjector(norms, self.args.seed)
+
+    @property
+    def bridge(self) -> RolloutBridge:
+        """The stand-in that samples for TRL."""
+        return self.vllm_generation
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **multimodal: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Packed log-probs [B, C] (and entropies) of the last ``logits_to_keep`` tokens; see TRL for the arguments."""
+        if compute_aux_loss:
+            raise NotImplementedError("router losses of mixture-of-experts models are not supported")
+        batch_size = batch_size or input_ids.shape[0]
+        parts = [
+            packed_logprobs(model, ids, mask, logits_to_keep)
+            for ids, mask in zip(input_ids.split(batch_size), attention_mask.split(batch_size), strict=True)
+        ]
+        logps = torch.cat([p[0] for p in parts])
+        return logps, torch.cat([p[1] for p in parts]) if compute_entropy else None, None
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """TRL's generation and scoring, plus effective sample size and policy mismatch in the metrics."""
+        output = super()._generate_and_score_completions(inputs)
+        mode = "train" if self.model.training else "eval"
+        metrics = self._metrics[mode]
+        if mode == "train":
+            metrics["aqn/sigma"].append(self.bridge.sigma)
+            if self.bridge.parity is not None:
+                metrics["parity/mean"].append(self.bridge.parity.mean)
+                metrics["parity/max"].append(self.bridge.parity.max)
+        if "importance_sampling_ratio" in output:
+            self._log_importance(output, metrics, mode)
+        return output
+
+    def _log_importance(self, output: dict[str, Any], metrics: dict[str, list[float]], mode: str) -> None:
+        mask = output["completion_mask"] * output.get("tool_mask", 1)
+        difference = (output["old_per_token_logps"] - output["sampling_per_token_logps"])[mask.bool()]
+        if difference.numel() == 0:
+            return
+        metrics["sampling/kl"].append(float((difference.exp() - 1 - difference).mean()))
+        ess = effective_sample_size(difference.exp())
+        metrics["sampling/ess"].append(ess)
+        if mode != "train" or self.args.min_ess == 0:
+            return
+        self._low_ess_rollouts = self._low_ess_rollouts + 1 if ess < self.args.min_ess else 0
+        if self._low_ess_rollouts >= self.args.min_ess_patience:
+            raise CollapsedSamplingError(
+                f"the effective sample size stayed below {self.args.min_ess} for {self._low_ess_rollouts} rollouts "
+                f"(now {ess:.3f}): samples come from a policy too far from the trained one. Lower sigma_start or the "
+                "learning rate, or update more often per rollout (num_iterations=1)."
+            )
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """TRL's loss; a loss that is not finite stops the run with a dump of the batch.
+
+        Raises:
+            NonFiniteLossError: naming the dump (safetensors, ids and log-probs).
+        """
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if not bool(torch.isfinite(loss.detach())):
+            raise NonFiniteLossError(self._dump_batch(loss, inputs))
+        return loss
+
+    def _dump_batch(self, loss: torch.Tensor, inputs: dict[str, Any]) -> str:
+        tensors = {k: v.detach().cpu().contiguous() for k, v in inputs.items() if isinstance(v, torch.Tensor)}
+        folder = Path(self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"nonfinite-step{self.state.global_step + 1}.safetensors"
+        save_file(tensors, path)
+        odd = [k for k, v in tensors.items() if v.is_floating_point() and not bool(torch.isfinite(v).all())]
+        return (
+            f"loss is {float(loss.detach())} at step {self.state.global_step + 1}; the batch is in {path}"
+            + (f", already not finite in {', '.join(odd)}" if odd else "")
+            + ". The last checkpoint is unaffected; resume from it with a lower learning rate."
+        )
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """TRL's evaluation under the clean policy, whatever the noise scope."""
+        if self.noise is None:
+            return super().evaluate(*args, **kwargs)
+        with self.noise.suspended():
+            return super().evaluate(*args, **kwargs)
+
+    @property
+    def last_answers(self) -> list[Any]:
+        """Golds of the last scored batch, where the data set has an ``answer`` column."""
+        return next((f.answers for f in self._timed_rewards if f.answers), [])
+
+    def take_reward_seconds(self) -> float:
+        """Seconds spent in reward functions since the last call."""
+        return sum(f.take_seconds() for f in self._timed_rewards)
+
+
+class _TimedReward:
+    """A reward function that keeps its name, counts its seconds and remembers the golds it saw."""
+
+    def __init__(self, function: Callable[..., list[float | None]]) -> None:
+        self.function = function
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+        self.seconds = 0.0
+        self.answers: list[Any] = []
+
+    def __call__(self, **kwargs: Any) -> list[float | None]:
+        start = time.perf_counter()
+        self.answers = list(kwargs.get("answer") or [])
+        rewards = self.function(**kwargs)
+        self.seconds += time.perf_counter() - start
+        return rewards
+
+    def take_seconds(self) -> float:
+        """Seconds since the last call (resets)."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

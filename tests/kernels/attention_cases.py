@@ -1,0 +1,56 @@
+"""A paged cache whose unused slots are NaN, with the exact attention over it."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class PagedCase:
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_table: torch.Tensor
+    context_lens: torch.Tensor
+    scale: float
+    expected: torch.Tensor
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return self.q, self.k_cache, self.v_cache, self.block_table, self.context_lens
+
+
+def make_case(
+    lengths: tuple[int, ...],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> PagedCase:
+    """Sequences of `lengths` in shuffled blocks; table entries and slots past a context are poison."""
+    per_sequence = [-(-length // block_size) for length in lengths]
+    order = torch.randperm(sum(per_sequence) + 1).tolist()
+    shape = (len(order), block_size, kv_heads, head_dim)
+    k_cache = torch.full(shape, float("nan"), dtype=dtype)
+    v_cache = torch.full(shape, float("nan"), dtype=dtype)
+    table = torch.full((len(lengths), max(per_sequence) + 2), 1 << 30, dtype=torch.int32)
+    q = torch.randn(len(lengths), heads, head_dim).to(dtype)
+    scale = head_dim**-0.5
+    expected = torch.zeros(q.shape, dtype=torch.float64)
+    for index, length in enumerate(lengths):
+        keys, values = (torch.randn(length, kv_heads, head_dim).to(dtype) for _ in range(2))
+        for position in range(length):
+            if position % block_size == 0:
+                table[index, position // block_size] = order.pop()
+            block = int(table[index, position // block_size])
+            k_cache[block, position % block_size] = keys[position]
+            v_cache[block, position % block_size] = values[position]
+        if length:
+            wide = [t.double().repeat_interleave(heads // kv_heads, 1) for t in (keys, values)]
+            scores = torch.einsum("hd,nhd->hn", q[index].double(), wide[0]) * scale
+            expected[index] = torch.einsum("hn,nhd->hd", scores.softmax(-1), wide[1])
+    lens = torch.tensor(lengths, dtype=torch.int32)
+    moved = [tensor.to(device) for tensor in (q, k_cache, v_cache, table, lens)]
+    return PagedCase(*moved, scale, expected.to(device))

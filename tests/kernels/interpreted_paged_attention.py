@@ -1,0 +1,36 @@
+"""The paged attention kernels in Triton's interpreter (started by test_interpreter.py)."""
+
+import pytest
+import torch
+from attention_cases import make_case
+from kernel_cases import rms_ratio
+
+from qerl.kernels.paged_attention import launch
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+CASES = {
+    "gqa7-d128": ((1, 65, 0, 33), 7, 1, 128, 16),
+    "gqa3-d64-block32": ((130, 17), 9, 3, 64, 32),
+    "mha-d80": ((64, 5), 2, 2, 80, 16),
+    "gqa2-d96": ((200,), 4, 2, 96, 64),
+}
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("slices", [1, 4], ids=["whole", "split"])
+@pytest.mark.parametrize("name", CASES)
+def test_decode(name: str, slices: int, dtype: torch.dtype, bound: float) -> None:
+    lengths, heads, kv_heads, head_dim, block_size = CASES[name]
+    case = make_case(lengths, heads, kv_heads, head_dim, block_size, dtype)
+    out = launch.decode(*case.inputs, case.scale, slices)
+    assert rms_ratio(out, case.expected) < bound
+    empty = case.context_lens == 0
+    assert (out[empty] == 0).all()
+
+
+def test_number_of_slices_follows_from_shapes() -> None:
+    assert launch.num_slices(256, 4, 4096, 132) == 1
+    assert launch.num_slices(8, 4, 1280, 132) == 16
+    assert launch.num_slices(1, 4, 128, 132) == 2
+    assert launch.num_slices(1, 1, 1 << 20, 132) == 64

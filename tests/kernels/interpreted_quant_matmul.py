@@ -1,0 +1,83 @@
+"""The quantized matmul kernels in Triton's interpreter (started by test_interpreter.py)."""
+
+import pytest
+import torch
+from kernel_cases import exact_weight, join_segments, make_group, rms_ratio
+
+from qerl.formats.base import PackedTensor, get_format
+from qerl.kernels.quant_matmul import launch, paths, reference
+from qerl.kernels.quant_matmul.config import FewRowsConfig
+from qerl.kernels.quant_matmul.weight import GroupWeight
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+# fp32 sums may round to the other neighbour where the exact one lies near the middle of two bf16 numbers.
+SLACK = 1.02
+
+
+def _all_codes_and_scales() -> GroupWeight:
+    """16 columns of every code under each of the 127 scale bytes that are positive and finite, zero included."""
+    codes = torch.arange(256, dtype=torch.uint8)[:128].reshape(1, 128).repeat(127, 1)
+    codes[:, 64:] |= 0x80
+    scales = torch.arange(127, dtype=torch.uint8)[:, None].repeat(1, 16).view(torch.float8_e4m3fn)
+    packed = PackedTensor("nvfp4", (127, 256), codes, scales, torch.tensor([3.0]))
+    return join_segments([packed])
+
+
+def _flat_nf4() -> GroupWeight:
+    """K = 96: blocks of 64 run over row ends."""
+    return join_segments([get_format("nf4").quantize([torch.randn(5, 96)])[0]])
+
+
+WEIGHTS = {
+    "every-code-and-scale": _all_codes_and_scales,
+    "nvfp4-odd-rows": lambda: make_group("nvfp4", (33, 1, 5), 144, uniform=False),
+    "nvfp4-one-row": lambda: make_group("nvfp4", (1,), 16),
+    "nf4": lambda: make_group("nf4", (19, 2), 320),
+    "nf4-flat": _flat_nf4,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_dequantize_equals_reference(name: str, dtype: torch.dtype) -> None:
+    weight = WEIGHTS[name]()
+    out = torch.empty(weight.out_features, weight.in_features, dtype=dtype)
+    launch.dequantize_into(weight, out)
+    assert torch.equal(out, reference.dequantize(weight, dtype))
+
+
+@pytest.mark.parametrize("slices", [1, 3], ids=["whole", "split"])
+@pytest.mark.parametrize("m", [1, 7, 65])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_few_rows(name: str, m: int, slices: int) -> None:
+    weight = WEIGHTS[name]()
+    x = torch.randn(m, weight.in_features).bfloat16()
+    bias = torch.randn(weight.out_features).bfloat16() if m == 7 else None
+    config = FewRowsConfig(block_n=32, block_k=64, slices=slices, num_warps=4, num_stages=3)
+    y = launch.few_rows_matmul(x, weight, bias, config)
+    expected = x.double() @ exact_weight(weight).t()
+    if bias is not None:
+        expected += bias.double()
+    assert y.shape == (m, weight.out_features)
+    assert rms_ratio(y, expected) <= SLACK * rms_ratio(expected.bfloat16(), expected)
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("uniform", [True, False], ids=["one-scale", "own-scales"])
+@pytest.mark.parametrize("weight_format", ["nvfp4", "nf4"])
+def test_dequantized_path(weight_format: str, uniform: bool, with_bias: bool) -> None:
+    weight = make_group(weight_format, (24, 9, 8), 192, uniform)
+    x = torch.randn(13, 192)
+    bias = torch.randn(41) if with_bias else None
+    y = paths.dequantized_matmul(x, weight, bias)
+    expected = x.double() @ exact_weight(weight).t() + (0 if bias is None else bias.double())
+    assert rms_ratio(y, expected) < 1e-6
+
+
+@pytest.mark.parametrize("uniform", [True, False], ids=["one-scale", "own-scales"])
+@pytest.mark.parametrize("weight_format", ["nvfp4", "nf4"])
+def test_dequantized_gradient(weight_format: str, uniform: bool) -> None:
+    weight = make_group(weight_format, (24, 9, 8), 192, uniform)
+    dy = torch.randn(13, 41)
+    assert rms_ratio(paths.dequantized_matmul_dx(dy, weight), dy.double() @ exact_weight(weight)) < 1e-6

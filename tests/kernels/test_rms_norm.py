@@ -1,0 +1,112 @@
+"""RMSNorm: formula, noise slot, and on a GPU the kernels and the equality of trainer's and engine's bits."""
+
+import pytest
+import torch
+from kernel_cases import rms_ratio
+
+from qerl.kernels.rms_norm import add_rms_norm, rms_norm
+
+DTYPES = [(torch.bfloat16, 2.5e-3), (torch.float32, 1e-6)]
+GPU_WIDTHS = [1, 64, 128, 576, 3584, 5120, 8192]
+
+
+def _exact(x: torch.Tensor, weight: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
+    scale = weight.double() if noise is None else weight.double() + noise.double()
+    return scale * x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6)
+
+
+@pytest.mark.parametrize("dtype, bound", DTYPES, ids=["bf16", "fp32"])
+def test_formula_and_gradients_on_the_cpu(dtype: torch.dtype, bound: float) -> None:
+    x = torch.randn(2, 3, 96).to(dtype).requires_grad_()
+    weight = torch.rand(96).to(dtype).requires_grad_()
+    noise, dy = 0.01 * torch.randn(96), torch.randn(2, 3, 96).to(dtype)
+    y = rms_norm(x, weight, noise, 1e-6)
+    gradients = torch.autograd.grad(y, (x, weight), dy)
+    exact_inputs = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    expected = _exact(*exact_inputs, noise)
+    assert rms_ratio(y, expected) < bound
+    for gradient, exact in zip(gradients, torch.autograd.grad(expected, exact_inputs, dy.double()), strict=True):
+        assert rms_ratio(gradient, exact) < bound
+
+
+def test_noise_far_below_a_bf16_step_still_acts() -> None:
+    x, weight = torch.randn(64, 256).bfloat16(), torch.ones(256).bfloat16()
+    noise = 5e-4 * torch.randn(256)
+    changed = rms_norm(x, weight, noise, 1e-6) != rms_norm(x, weight, None, 1e-6)
+    assert 0.02 < changed.float().mean() < 0.5
+    assert torch.equal((weight + noise.bfloat16()).unique(), torch.ones(1).bfloat16())
+    assert torch.equal(rms_norm(x, weight, torch.zeros(256), 1e-6), rms_norm(x, weight, None, 1e-6))
+
+
+def test_add_equals_the_two_steps() -> None:
+    x, residual = torch.randn(5, 64).bfloat16(), torch.randn(5, 64).bfloat16()
+    weight = torch.rand(64).bfloat16()
+    y, total = add_rms_norm(x, residual, weight, None, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(y, rms_norm(x + residual, weight, None, 1e-6))
+
+
+def test_misuse_is_named() -> None:
+    x, weight = torch.randn(3, 8), torch.ones(8)
+    with pytest.raises(ValueError, match="last dimension"):
+        rms_norm(x, torch.ones(7), None, 1e-6)
+    with pytest.raises(ValueError, match="noise must be float32"):
+        rms_norm(x, weight, torch.zeros(8).bfloat16(), 1e-6)
+    with pytest.raises(ValueError, match="residual must be"):
+        add_rms_norm(x, x[:2], weight, None, 1e-6)
+    with pytest.raises(ValueError, match="no backward"):
+        add_rms_norm(x.requires_grad_(), x.detach(), weight, None, 1e-6)
+    with pytest.raises(ValueError, match=r"got torch\.int64"):
+        rms_norm(torch.ones(3, 8, dtype=torch.int64), weight, None, 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, bound", DTYPES, ids=["bf16", "fp32"])
+@pytest.mark.parametrize("width", GPU_WIDTHS)
+@pytest.mark.parametrize("rows", [1, 5, 1500])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_gpu_against_fp64(rows: int, width: int, dtype: torch.dtype, bound: float) -> None:
+    x = torch.randn(rows, width, device="cuda").to(dtype).requires_grad_()
+    weight = (1 + 0.1 * torch.randn(width, device="cuda")).to(dtype).requires_grad_()
+    noise, dy = 0.01 * torch.randn(width, device="cuda"), torch.randn(rows, width, device="cuda").to(dtype)
+    y = rms_norm(x, weight, noise, 1e-6)
+    dx, dweight = torch.autograd.grad(y, (x, weight), dy, retain_graph=True)
+    exact_inputs = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    expected = _exact(*exact_inputs, noise)
+    dx64, dweight64 = torch.autograd.grad(expected, exact_inputs, dy.double())
+    assert rms_ratio(y, expected) < bound
+    # With one column the exact dx is eps-sized and cancellation leaves noise.
+    if width > 1:
+        assert rms_ratio(dx, dx64) < 2 * bound
+    assert rms_ratio(dweight, dweight64) < 2 * bound
+    again = torch.autograd.grad(rms_norm(x, weight, noise, 1e-6), (x, weight), dy)
+    assert torch.equal(again[0], dx) and torch.equal(again[1], dweight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", GPU_WIDTHS)
+def test_gpu_bits_do_not_depend_on_caller_or_batch(width: int) -> None:
+    x, residual = (torch.randn(64, width, device="cuda").bfloat16() for _ in range(2))
+    weight, noise = torch.rand(width, device="cuda").bfloat16(), 0.01 * torch.randn(width, device="cuda")
+    y, total = add_rms_norm(x, residual, weight, noise, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(y, rms_norm(total, weight, noise, 1e-6))
+    for rows in (slice(0, 1), slice(3, 8)):
+        assert torch.equal(y[rows], rms_norm(total[rows], weight, noise, 1e-6))
+    strided = torch.stack((total, total), -1)[..., 0]
+    assert torch.equal(y, rms_norm(strided, weight, noise, 1e-6))
+
+
+@pytest.mark.gpu
+def test_gpu_cuda_graph() -> None:
+    x, residual = (torch.randn(8, 3584, device="cuda").bfloat16() for _ in range(2))
+    weight, noise = torch.rand(3584, device="cuda").bfloat16(), torch.zeros(3584, device="cuda")
+    add_rms_norm(x, residual, weight, noise, 1e-6)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, total = add_rms_norm(x, residual, weight, noise, 1e-6)
+    x.normal_()
+    noise.normal_(std=0.01)
+    graph.replay()
+    expected, expected_total = add_rms_norm(x, residual, weight, noise, 1e-6)
+    assert torch.equal(y, expected) and torch.equal(total, expected_total)

@@ -1,0 +1,407 @@
+"""The engine against a naive generator, over a fake model whose logits hash what the KV cache really holds.
+
+A wrong block table, slot, position, stale key or a shared block that was overwritten changes the hash, hence the
+tokens.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from qerl.rollout.core import ForwardBatch, NonFiniteLogitsError, RequestTooLongError, SamplingParams
+from qerl.rollout.engine import EngineConfig, RolloutEngine
+from qerl.rollout.kv_cache import KVCache, blocks_for_tokens
+from qerl.rollout.sampler import keys_tensor, sequence_key, uniforms
+
+VOCAB, EOS = 23, (21, 22)
+MODULUS = 1_000_003
+
+
+def token_hash(token: int, position: int) -> int:
+    """Contribution of one cached token; depends on both in a way that no swap leaves unchanged."""
+    return (token * 7919 + position * 104_729 + (token + 3) * (position + 5) * 31 + 17) % MODULUS
+
+
+def history_logits(total: torch.Tensor) -> torch.Tensor:
+    """float32 [R, V] from the sums int64 [R] of the hashes of the histories."""
+    columns = torch.arange(1, VOCAB + 1)
+    mixed = (total % MODULUS)[:, None] * columns * 40_503 % 65_521
+    return (mixed % 512).float() / 100
+
+
+class HashRunner:
+    """Keeps (token, position) as K and V; logits are a hash of the whole cached history of each wanted row."""
+
+    num_layers, num_kv_heads, head_dim, vocab_size = 1, 1, 1, VOCAB
+    dtype, device, max_position = torch.float64, torch.device("cpu"), 200
+
+    def __init__(self) -> None:
+        self.engine: RolloutEngine | None = None
+        self.forwards = 0
+        self.poison_at: int | None = None
+
+    def forward(self, batch: ForwardBatch, kv: KVCache) -> torch.Tensor:
+        self._check(batch)
+        kv.write(0, batch.token_ids[:, None, None], batch.positions[:, None, None], batch.slot_mapping)
+        lens = batch.cu_seqlens_q.diff().long()
+        sequence = torch.repeat_interleave(torch.arange(len(lens)), lens)[batch.logits_index]
+        tokens = kv.k[0, batch.block_table[sequence].long()].flatten(1).long()
+        positions = kv.v[0, batch.block_table[sequence].long()].flatten(1).long()
+        seen = torch.arange(tokens.shape[1]) <= batch.positions[batch.logits_index][:, None]
+        assert torch.equal(positions[seen], torch.arange(tokens.shape[1]).expand_as(seen)[seen])
+        total = (token_hash(tokens, positions) * seen).sum(-1)
+        logits = history_logits(total)
+        if self.forwards == self.poison_at:
+            logits[-1, 3] = math.nan
+        self.forwards += 1
+        return logits
+
+    def _check(self, batch: ForwardBatch) -> None:
+        tokens, sequences = batch.token_ids.shape[0], batch.context_lens.shape[0]
+        lens = batch.cu_seqlens_q.diff()
+        assert batch.cu_seqlens_q[0] == 0 and batch.cu_seqlens_q[-1] == tokens
+        assert batch.positions.shape == batch.slot_mapping.shape == (tokens,)
+        assert batch.block_table.shape[0] == sequences == len(lens)
+        assert batch.max_q_len == lens.max() and batch.max_context_len == batch.context_lens.max()
+        assert torch.equal(batch.positions[(batch.cu_seqlens_q[1:] - 1).long()] + 1, batch.context_lens.long())
+        assert batch.slot_mapping.unique().numel() == tokens
+        for name in ("token_ids", "positions", "slot_mapping", "logits_index"):
+            assert getattr(batch, name).dtype == torch.int64
+        for name in ("cu_seqlens_q", "context_lens", "block_table"):
+            assert getattr(batch, name).dtype == torch.int32
+        if self.engine is not None:
+            scheduler = self.engine.scheduler
+            scheduler.check_integrity()
+            written = batch.slot_mapping.div(self.engine.config.block_size, rounding_mode="floor").tolist()
+            assert all(scheduler.allocator.ref_count(block) == 1 for block in written)
+
+
+def make_engine(**limits: int | None) -> RolloutEngine:
+    runner = HashRunner()
+    runner.engine = RolloutEngine(runner, EOS, EngineConfig(**limits))
+    return runner.engine
+
+
+Result = tuple[list[int], list[float], str]
+
+
+def naive_generate(
+    prompts: list[list[int]], sampling: SamplingParams, step: int = 0, prompt_ids: Sequence[int] | None = None
+) -> list[list[Result]]:
+    """One token of one sample at a time: float64 softmax, linear search in the cumulative sum."""
+    ids = range(len(prompts)) if prompt_ids is None else prompt_ids
+    return [
+        [_naive_sample(prompt, sampling, sequence_key(sampling.seed, step, prompt_id, i)) for i in range(sampling.n)]
+        for prompt, prompt_id in zip(prompts, ids, strict=True)
+    ]
+
+
+def _naive_sample(prompt: list[int], sampling: SamplingParams, key: tuple[int, int]) -> Result:
+    stop = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(EOS))
+    positions = torch.arange(len(prompt), len(prompt) + sampling.max_tokens)
+    draws = uniforms(keys_tensor([key], torch.device("cpu")).expand(len(positions), 2), positions).tolist()
+    total = sum(token_hash(token, at) for at, token in enumerate(prompt))
+    tokens, logprobs = [], []
+    for draw in draws:
+        logits = history_logits(torch.tensor([total]))[0].double()
+        log_softmax = (logits / (sampling.temperature or 1.0)).log_softmax(-1).tolist()
+        if sampling.greedy:
+            token = log_softmax.index(max(log_softmax))
+        else:
+            token, mass = 0, math.exp(log_softmax[0])
+            while mass <= draw:
+                token += 1
+                mass += math.exp(log_softmax[token])
+        total += token_hash(token, len(prompt) + len(tokens))
+        tokens.append(token)
+        logprobs.append(log_softmax[token])
+        if token in stop:
+            return tokens, logprobs, "stop"
+    return tokens, logprobs, "length"
+
+
+def assert_same(engine: RolloutEngine, prompts: list[list[int]], sampling: SamplingParams, **options: object) -> None:
+    outputs = engine.generate(prompts, sampling, **options)
+    expected = naive_generate(prompts, sampling, **options)
+    assert len(outputs) == len(prompts)
+    for prompt_index, (group, references) in enumerate(zip(outputs, expected, strict=True)):
+        for sample_index, (output, (tokens, logprobs, reason)) in enumerate(zip(group, references, strict=True)):
+            assert (output.prompt_index, output.sample_index) == (prompt_index, sample_index)
+            assert output.token_ids == tokens
+            assert output.finish_reason == reason
+            assert output.logprobs == pytest.approx(logprobs, abs=1e-5)
+            assert output.temperature_logprobs == output.logprobs
+    stats = engine.stats
+    assert stats.num_samples == len(prompts) * sampling.n
+    assert stats.prompt_tokens == sum(map(len, prompts))
+    assert stats.generated_tokens == sum(len(output.token_ids) for group in outputs for output in group)
+    assert stats.peak_blocks <= stats.num_blocks
+
+
+def random_prompts(rng: random.Random, count: int, longest: int) -> list[list[int]]:
+    return [[rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_mixes_match_the_naive_generator(seed: int) -> None:
+    rng = random.Random(seed)
+    block_size, longest = rng.randint(1, 16), rng.choice([3, 20, 60])
+    sampling = SamplingParams(
+        n=rng.randint(1, 5),
+        max_tokens=rng.randint(1, 25),
+        temperature=rng.choice([0.0, 0.7, 1.0, 1.5]),
+        seed=seed,
+        ignore_eos=rng.random() < 0.3,
+        stop_token_ids=rng.choice([(), (4,), (4, 9)]),
+    )
+    smallest = blocks_for_tokens(longest + sampling.max_tokens - 1, block_size)
+    engine = make_engine(
+        block_size=block_size,
+        num_blocks=rng.choice([None, smallest, smallest + 2, 3 * smallest]),
+        max_num_seqs=rng.randint(1, 12),
+        max_batch_tokens=rng.choice([1, 5, 16, 4096]),
+    )
+    prompts = random_prompts(rng, rng.randint(1, 10), longest)
+    assert_same(engine, prompts, sampling, step=seed % 3)
+    # A second call over the same, now dirty, pool.
+    assert_same(engine, prompts[::-1], sampling, step=5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_many_requests_with_preemption(temperature: float) -> None:
+    rng = random.Random(7)
+    engine = make_engine(block_size=4, num_blocks=150, max_num_seqs=64, max_batch_tokens=256)
+    prompts = random_prompts(rng, 300, 24)
+    sampling = SamplingParams(n=4, max_tokens=24, temperature=temperature, ignore_eos=True)
+    engine.runner.engine = None  # checked step by step in the smaller mixes above
+    assert_same(engine, prompts, sampling)
+    assert engine.stats.preemptions > 20
+    assert engine.stats.num_samples == 1200
+
+
+def test_the_cache_size_changes_no_result() -> None:
+    prompts = random_prompts(random.Random(1), 12, 30)
+    sampling = SamplingParams(n=3, max_tokens=20, seed=4)
+    roomy = make_engine(block_size=4)
+    tight = make_engine(block_size=4, num_blocks=14, max_batch_tokens=11)
+    assert roomy.generate(prompts, sampling) == tight.generate(prompts, sampling)
+    assert roomy.stats.preemptions == 0 < tight.stats.preemptions
+    assert tight.stats.computed_tokens > roomy.stats.computed_tokens
+
+
+def test_results_do_not_depend_on_how_prompts_are_batched() -> None:
+    prompts = random_prompts(random.Random(2), 6, 20)
+    sampling = SamplingParams(n=2, max_tokens=15, seed=9)
+    together = make_engine().generate(prompts, sampling, step=3, prompt_ids=[10, 11, 12, 13, 14, 15])
+    for index, prompt in enumerate(prompts):
+        [alone] = make_engine().generate([prompt], sampling, step=3, prompt_ids=[10 + index])
+        assert [output.token_ids for output in alone] == [output.token_ids for output in together[index]]
+        assert [output.logprobs for output in alone] == [output.logprobs for output in together[index]]
+
+
+def test_seed_step_prompt_id_and_sample_each_give_other_tokens() -> None:
+    engine = make_engine()
+    prompt, params = [1, 2, 3], SamplingParams(n=2, max_tokens=30, ignore_eos=True)
+    [[first, second]] = engine.generate([prompt], params)
+    other_seed = SamplingParams(n=2, max_tokens=30, ignore_eos=True, seed=1)
+    streams = {tuple(first.token_ids), tuple(second.token_ids)}
+    streams.add(tuple(engine.generate([prompt], other_seed)[0][0].token_ids))
+    streams.add(tuple(engine.generate([prompt], params, step=1)[0][0].token_ids))
+    streams.add(tuple(engine.generate([prompt], params, prompt_ids=[7])[0][0].token_ids))
+    assert len(streams) == 5
+    assert engine.generate([prompt], params)[0][0] == first
+
+
+def test_equal_prompts_are_separate_groups() -> None:
+    assert_same(make_engine(), [[5, 6, 7]] * 4, SamplingParams(n=2, max_tokens=12))
+
+
+def test_every_eos_of_the_model_ends_a_sample_and_is_kept() -> None:
+    outputs = make_engine().generate(random_prompts(random.Random(0), 60, 9), SamplingParams(max_tokens=60))
+    ends = {group[0].token_ids[-1] for group in outputs if group[0].finish_reason == "stop"}
+    assert ends == set(EOS)
+    for [output] in outputs:
+        assert not set(output.token_ids[:-1]) & set(EOS)
+        assert len(output.token_ids) == len(output.logprobs) == len(output.temperature_logprobs)
+        if output.finish_reason == "length":
+            assert len(output.token_ids) == 60 and output.token_ids[-1] not in EOS
+
+
+def test_eos_as_the_last_allowed_token_is_a_stop() -> None:
+    outputs = make_engine().generate(random_prompts(random.Random(0), 80, 9), SamplingParams(max_tokens=1))
+    for [output] in outputs:
+        assert output.finish_reason == ("stop" if output.token_ids[0] in EOS else "length")
+    assert {output.finish_reason for [output] in outputs} == {"stop", "length"}
+
+
+def test_ignore_eos_runs_to_the_limit_and_stop_ids_still_end() -> None:
+    prompts = random_prompts(random.Random(3), 30, 9)
+    outputs = make_engine().generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True))
+    assert {len(output.token_ids) for [output] in outputs} == {40}
+    assert any(set(output.token_ids) & set(EOS) for [output] in outputs)
+    stopped = make_engine().generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True, stop_token_ids=(4,)))
+    for [long], [short] in zip(outputs, stopped, strict=True):
+        cut = long.token_ids.index(4) + 1 if 4 in long.token_ids else 40
+        assert short.token_ids == long.token_ids[:cut]
+        assert short.finish_reason == ("stop" if 4 in long.token_ids else "length")
+
+
+def test_truncation_reports_both_logprobs() -> None:
+    [group] = make_engine().generate([[1, 2]], SamplingParams(n=4, max_tokens=30, top_k=3, ignore_eos=True))
+    for output in group:
+        assert all(p > t for p, t in zip(output.logprobs, output.temperature_logprobs, strict=True))
+
+
+def test_prompt_is_prefilled_once_per_group() -> None:
+    engine = make_engine(block_size=4)
+    engine.generate([[1] * 50], SamplingParams(n=8, max_tokens=5, ignore_eos=True))
+    assert engine.stats.computed_tokens == 50 + 8 * 4
+    assert engine.stats.steps == 5
+    # 12 full prompt blocks once, the partial one and one more for each sample.
+    assert engine.stats.peak_blocks == 12 + 8 * 2
+
+
+def test_no_prompts_give_no_groups() -> None:
+    engine = make_engine()
+    assert engine.generate([], SamplingParams()) == []
+    assert engine.stats.steps == 0
+    assert engine.kv is None
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([[1], [], [2], []], {}, r"2 of 4 prompts are empty \(indices 1, 3\)"),
+        ([[1], [2, VOCAB]], {}, rf"1 prompts \(indices 1\) .* vocabulary of {VOCAB}"),
+        ([[-1]], {}, "outside the model's vocabulary"),
+        ([[1], [2]], {"prompt_ids": [3]}, "1 prompt_ids for 2 prompts"),
+        ([[1], [2], [1]], {"prompt_ids": [3, 4, 3]}, "3 prompt_ids hold only 2 distinct values"),
+    ],
+)
+def test_bad_prompts_are_named(prompts: list[list[int]], options: dict[str, list[int]], message: str) -> None:
+    engine = make_engine()
+    with pytest.raises(ValueError, match=message):
+        engine.generate(prompts, SamplingParams(max_tokens=4), **options)
+    assert engine.runner.forwards == 0
+
+
+def test_too_long_for_the_model_is_refused_before_anything_runs() -> None:
+    engine = make_engine(max_model_len=40)
+    message = r"2 of 3 prompts \(indices 1, 2\).*36 tokens and max_tokens=10, 46 together, over the limit of 40"
+    with pytest.raises(RequestTooLongError, match=message):
+        engine.generate([[1] * 30, [1] * 31, [1] * 36], SamplingParams(max_tokens=10))
+    assert engine.runner.forwards == 0
+    assert_same(engine, [[1] * 30], SamplingParams(max_tokens=10))
+
+
+def test_too_long_for_the_cache_is_refused_before_anything_runs() -> None:
+    engine = make_engine(block_size=4, num_blocks=6)
+    message = r"1 of 2 prompts \(indices 1\).*max_tokens=5 the largest needs 7 blocks of 4.*cache has 6"
+    with pytest.raises(RequestTooLongError, match=message):
+        engine.generate([[1] * 20, [1] * 21], SamplingParams(max_tokens=5))
+    assert engine.runner.forwards == 0
+    assert_same(engine, [[1] * 20] * 3, SamplingParams(n=2, max_tokens=5))
+
+
+def test_pool_is_sized_by_blocks_by_bytes_or_by_the_work() -> None:
+    prompts, sampling = [[1] * 10], SamplingParams(max_tokens=6)
+    fixed = make_engine(block_size=4, num_blocks=9)
+    fixed.generate(prompts, sampling)
+    assert fixed.stats.num_blocks == 9
+    block_bytes = 2 * 4 * 8
+    sized = make_engine(block_size=4, memory_bytes=12 * block_bytes + 5)
+    sized.generate(prompts, sampling)
+    assert (sized.stats.num_blocks, sized.stats.kv_bytes) == (11, 12 * block_bytes)
+    auto = make_engine(block_size=4)
+    auto.generate(prompts, sampling)
+    assert auto.stats.num_blocks == 3 + 2
+    pool = auto.kv
+    auto.generate(prompts, SamplingParams(max_tokens=2))
+    assert auto.kv is pool, "a smaller call keeps the memory"
+    auto.generate(prompts, SamplingParams(max_tokens=30))
+    assert auto.kv is not pool
+    auto.reset()
+    assert auto.kv is None
+
+
+def test_work_larger_than_the_automatic_bound_still_finishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qerl.rollout.engine.AUTO_CPU_BYTES", 16 * 2 * 4 * 8)
+    engine = make_engine(block_size=4)
+    assert_same(engine, random_prompts(random.Random(5), 10, 20), SamplingParams(n=3, max_tokens=20, ignore_eos=True))
+    assert engine.stats.num_blocks == 15
+
+
+def test_progress_reports_every_step_up_to_the_end() -> None:
+    engine = make_engine(max_num_seqs=3)
+    calls: list[tuple[int, int, int]] = []
+    outputs = engine.generate(
+        random_prompts(random.Random(4), 5, 9),
+        SamplingParams(n=2, max_tokens=12),
+        progress=lambda *counts: calls.append(counts),
+    )
+    assert len(calls) == engine.stats.steps
+    assert calls == sorted(calls)
+    assert calls[-1] == (10, 10, sum(len(output.token_ids) for group in outputs for output in group))
+
+
+def test_engine_stays_usable_after_its_caller_stops_it() -> None:
+    engine = make_engine(block_size=4)
+
+    def stop(finished: int, total: int, generated: int) -> None:
+        if generated > 20:
+            raise KeyboardInterrupt
+
+    prompts, sampling = random_prompts(random.Random(4), 5, 9), SamplingParams(n=2, max_tokens=12)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts, sampling, progress=stop)
+    assert engine.kv is None and engine.scheduler is None
+    assert engine.stats.steps > 0
+    assert_same(engine, prompts, sampling)
+
+
+def test_nan_logits_are_named_and_leave_nothing_behind() -> None:
+    engine = make_engine()
+    engine.runner.poison_at = 3
+    with pytest.raises(NonFiniteLogitsError, match="NaN"):
+        engine.generate([[1, 2], [3]], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert engine.kv is None
+    assert_same(engine, [[1, 2], [3]], SamplingParams(max_tokens=12))
+
+
+def test_engine_is_not_reentrant() -> None:
+    engine = make_engine()
+    with pytest.raises(RuntimeError, match="generate was called while generate runs"):
+        engine.generate(
+            [[1]], SamplingParams(max_tokens=4), progress=lambda *_: engine.generate([[1]], SamplingParams())
+        )
+    with pytest.raises(RuntimeError, match="reset was called while generate runs"):
+        engine.generate([[1]], SamplingParams(max_tokens=4), progress=lambda *_: engine.reset())
+
+
+def test_prompts_of_the_caller_are_left_as_they_were() -> None:
+    prompts = [[1, 2, 3], [4]]
+    make_engine().generate(prompts, SamplingParams(n=2, max_tokens=5))
+    assert prompts == [[1, 2, 3], [4]]
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"block_size": 0}, "block_size must be at least 1, got 0"),
+        ({"max_batch_tokens": -4}, "max_batch_tokens .* -4"),
+        ({"num_blocks": 5, "memory_bytes": 10_000}, "num_blocks=5 and memory_bytes=10000"),
+    ],
+)
+def test_impossible_limits_are_named(limits: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**limits)
+
+
+def test_limits_beyond_the_model_are_named() -> None:
+    with pytest.raises(ValueError, match="max_model_len=201 exceeds the model's 200"):
+        make_engine(max_model_len=201)
+    with pytest.raises(ValueError, match=rf"EOS ids \[99\] .* {VOCAB}"):
+        RolloutEngine(HashRunner(), [1, 99])
