@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import rms_ratio
+from kernel_cases import rms_ratio, rounded_once
 
 from qerl.kernels.rms_norm import _forward_op, launch, reference
 
@@ -11,10 +11,10 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SHAPES = [(1, 1), (3, 63), (5, 128), (7, 576)]
 
 
-@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 2.5e-3), (torch.float32, 1e-6)], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("with_noise", [False, True], ids=["clean", "noise"])
-def test_forward_and_gradients(shape: tuple[int, int], dtype: torch.dtype, bound: float, with_noise: bool) -> None:
+def test_forward_and_gradients(shape: tuple[int, int], dtype: torch.dtype, with_noise: bool) -> None:
     x = torch.randn(shape).to(dtype).requires_grad_()
     weight = (1 + 0.1 * torch.randn(shape[1])).to(dtype).requires_grad_()
     noise = 0.01 * torch.randn(shape[1]) if with_noise else None
@@ -27,11 +27,11 @@ def test_forward_and_gradients(shape: tuple[int, int], dtype: torch.dtype, bound
     expected = scale * x64 * torch.rsqrt(x64.square().mean(-1, keepdim=True) + 1e-6)
     dx64, dweight64 = torch.autograd.grad(expected, (x64, weight64), dy.double())
     assert dx.dtype == x.dtype and dweight.dtype == weight.dtype
-    assert rms_ratio(y, expected) < bound
+    assert rms_ratio(y, expected) <= rounded_once(expected, dtype)
     # A single column normalizes to +-1 whatever x is: its exact gradient is eps-sized, and cancellation leaves noise.
     if shape[1] > 1:
-        assert rms_ratio(dx, dx64) < bound
-    assert rms_ratio(dweight, dweight64) < bound
+        assert rms_ratio(dx, dx64) <= rounded_once(dx64, dtype)
+    assert rms_ratio(dweight, dweight64) <= rounded_once(dweight64, dtype)
 
 
 def test_frozen_weight_gets_no_gradient_and_x_still_does() -> None:

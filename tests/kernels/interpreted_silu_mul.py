@@ -2,16 +2,16 @@
 
 import pytest
 import torch
-from kernel_cases import rms_ratio
+from kernel_cases import rms_ratio, rounded_once
 
 from qerl.kernels.silu_mul import _forward_op
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 2.5e-3), (torch.float32, 1e-6)], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("rows, width", [(1, 1), (3, 65), (2, 1500)])
-def test_forward_and_gradient(rows: int, width: int, dtype: torch.dtype, bound: float) -> None:
+def test_forward_and_gradient(rows: int, width: int, dtype: torch.dtype) -> None:
     gate_up = (2 * torch.randn(rows, 2 * width)).to(dtype).requires_grad_()
     dy = torch.randn(rows, width).to(dtype)
     y = _forward_op(gate_up)
@@ -21,5 +21,5 @@ def test_forward_and_gradient(rows: int, width: int, dtype: torch.dtype, bound: 
     gate, up = exact.chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * up
     (gradient64,) = torch.autograd.grad(expected, exact, dy.double())
-    assert rms_ratio(y, expected) < bound
-    assert rms_ratio(gradient, gradient64) < bound
+    assert rms_ratio(y, expected) <= rounded_once(expected, dtype)
+    assert rms_ratio(gradient, gradient64) <= rounded_once(gradient64, dtype)

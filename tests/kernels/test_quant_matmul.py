@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import exact_weight, make_group, rms_ratio
+from kernel_cases import exact_weight, make_group, rms_ratio, rounded_once
 
 from qerl.kernels.quant_matmul import (
     FEW_ROWS,
@@ -24,7 +24,7 @@ GROUPS = [
 GROUP_IDS = ["nvfp4", "nvfp4-own-scales", "nf4"]
 ROWS = [(1,), (2, 3), (0,), (2, 0), (1, 130)]
 FP32_BOUND = 1e-6
-# A sum may round to the other neighbour where it lies near the middle of two bf16 numbers.
+# Above cuBLAS's own error, which differs a little with the order of the sum.
 SLACK = 1.02
 
 
@@ -48,8 +48,7 @@ def test_bf16_is_rounded_once_after_bias() -> None:
     weight = make_group("nvfp4", (32,), 128)
     x, bias = torch.randn(5, 128).bfloat16(), torch.randn(32).bfloat16()
     expected = _exact(x, weight) + bias.double()
-    error = rms_ratio(quant_matmul(x, weight, bias), expected)
-    assert error <= SLACK * rms_ratio(expected.bfloat16(), expected)
+    assert rms_ratio(quant_matmul(x, weight, bias), expected) <= rounded_once(expected, torch.bfloat16)
 
 
 def test_non_contiguous_activations() -> None:
@@ -156,9 +155,9 @@ def test_gpu_error_is_that_of_cublas_and_bits_repeat(group: tuple, m: int) -> No
     # cuBLAS on the same bf16 weights: its error is one rounding and an fp32 (or split) sum.
     cublas = rms_ratio(x @ values.t(), x.double() @ values.double().t())
     cublas_dx = rms_ratio(dy @ values, dy.double() @ values.double())
-    once = 0.0018
-    assert rms_ratio(y, _exact(x, weight)) <= SLACK * max(cublas, once)
-    assert rms_ratio(dx, dy.double() @ exact_weight(weight)) <= SLACK * max(cublas_dx, once)
+    expected, expected_dx = _exact(x, weight), dy.double() @ exact_weight(weight)
+    assert rms_ratio(y, expected) <= max(SLACK * cublas, rounded_once(expected, torch.bfloat16))
+    assert rms_ratio(dx, expected_dx) <= max(SLACK * cublas_dx, rounded_once(expected_dx, torch.bfloat16))
     assert torch.equal(y, quant_matmul(x, weight)) and torch.equal(dx, quant_matmul_dx(dy, weight))
 
 
@@ -172,7 +171,8 @@ def test_gpu_fp32_and_bias(group: tuple, m: int) -> None:
     assert rms_ratio(quant_matmul(x, weight, bias), _exact(x, weight) + bias.double()) < 2e-6
     assert rms_ratio(quant_matmul_dx(dy, weight), dy.double() @ exact_weight(weight)) < 2e-6
     y = quant_matmul(x.bfloat16(), weight, bias.bfloat16())
-    assert rms_ratio(y, _exact(x.bfloat16(), weight) + bias.bfloat16().double()) < 2.5e-3
+    expected = _exact(x.bfloat16(), weight) + bias.bfloat16().double()
+    assert rms_ratio(y, expected) <= 1.05 * rounded_once(expected, torch.bfloat16)
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import rms_ratio
+from kernel_cases import rms_ratio, rounded_once
 
 from qerl.kernels.rms_norm import add_rms_norm, rms_norm
 
@@ -61,11 +61,11 @@ def test_misuse_is_named() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype, bound", DTYPES, ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("width", GPU_WIDTHS)
 @pytest.mark.parametrize("rows", [1, 5, 1500])
 @pytest.mark.usefixtures("poisoned_memory")
-def test_gpu_against_fp64(rows: int, width: int, dtype: torch.dtype, bound: float) -> None:
+def test_gpu_against_fp64(rows: int, width: int, dtype: torch.dtype) -> None:
     x = torch.randn(rows, width, device="cuda").to(dtype).requires_grad_()
     weight = (1 + 0.1 * torch.randn(width, device="cuda")).to(dtype).requires_grad_()
     noise, dy = 0.01 * torch.randn(width, device="cuda"), torch.randn(rows, width, device="cuda").to(dtype)
@@ -74,11 +74,11 @@ def test_gpu_against_fp64(rows: int, width: int, dtype: torch.dtype, bound: floa
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
     expected = _exact(*exact_inputs, noise)
     dx64, dweight64 = torch.autograd.grad(expected, exact_inputs, dy.double())
-    assert rms_ratio(y, expected) < bound
+    assert rms_ratio(y, expected) <= rounded_once(expected, dtype)
     # With one column the exact dx is eps-sized and cancellation leaves noise.
     if width > 1:
-        assert rms_ratio(dx, dx64) < 2 * bound
-    assert rms_ratio(dweight, dweight64) < 2 * bound
+        assert rms_ratio(dx, dx64) <= rounded_once(dx64, dtype)
+    assert rms_ratio(dweight, dweight64) <= rounded_once(dweight64, dtype)
     again = torch.autograd.grad(rms_norm(x, weight, noise, 1e-6), (x, weight), dy)
     assert torch.equal(again[0], dx) and torch.equal(again[1], dweight)
 

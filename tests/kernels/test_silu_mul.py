@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from kernel_cases import rms_ratio
+from kernel_cases import rms_ratio, rounded_once
 
 from qerl.kernels.silu_mul import silu_mul
 
-DTYPES = [(torch.bfloat16, 2.5e-3), (torch.float32, 1e-6)]
+DTYPES = [torch.bfloat16, torch.float32]
 
 
-def _check(gate_up: torch.Tensor, bound: float) -> None:
+def _check(gate_up: torch.Tensor) -> None:
     gate_up = gate_up.detach().requires_grad_()
     y = silu_mul(gate_up)
     dy = torch.randn_like(y)
@@ -18,13 +18,13 @@ def _check(gate_up: torch.Tensor, bound: float) -> None:
     gate, up = exact.chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * up
     (gradient64,) = torch.autograd.grad(expected, exact, dy.double())
-    assert rms_ratio(y, expected) < bound
-    assert rms_ratio(gradient, gradient64) < bound
+    assert rms_ratio(y, expected) <= rounded_once(expected, gate_up.dtype)
+    assert rms_ratio(gradient, gradient64) <= rounded_once(gradient64, gate_up.dtype)
 
 
-@pytest.mark.parametrize("dtype, bound", DTYPES, ids=["bf16", "fp32"])
-def test_formula_and_gradient_on_the_cpu(dtype: torch.dtype, bound: float) -> None:
-    _check(2 * torch.randn(2, 3, 130).to(dtype), bound)
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
+def test_formula_and_gradient_on_the_cpu(dtype: torch.dtype) -> None:
+    _check(2 * torch.randn(2, 3, 130).to(dtype))
 
 
 def test_large_gates_saturate_without_nan() -> None:
@@ -39,14 +39,14 @@ def test_misuse_is_named() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype, bound", DTYPES, ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
 @pytest.mark.parametrize("rows, width", [(1, 1), (0, 8), (3, 65), (700, 18944)])
 @pytest.mark.usefixtures("poisoned_memory")
-def test_gpu_against_fp64(rows: int, width: int, dtype: torch.dtype, bound: float) -> None:
+def test_gpu_against_fp64(rows: int, width: int, dtype: torch.dtype) -> None:
     gate_up = 2 * torch.randn(rows, 2 * width, device="cuda").to(dtype)
     if rows == 0:
         assert silu_mul(gate_up).shape == (0, width)
         return
-    _check(gate_up, bound)
+    _check(gate_up)
     assert torch.equal(silu_mul(gate_up), silu_mul(gate_up))
     assert torch.equal(silu_mul(gate_up[-1:]), silu_mul(gate_up)[-1:])

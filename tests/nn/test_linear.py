@@ -71,7 +71,10 @@ def test_bytes_are_counted_and_stored_once() -> None:
 def test_state_dict_has_disk_names_and_loads_back(format: str) -> None:
     group, _ = packed_group(format, separate_scales=format == "nvfp4")
     model = torch.nn.ModuleDict({"weights": group, **dict(zip("qkv", handles(group), strict=True))})
-    names = {"nvfp4": {"weight_packed", "weight_scale", "weight_global_scale"}, "nf4": {"weight_packed", "weight_absmax"}}
+    names = {
+        "nvfp4": {"weight_packed", "weight_scale", "weight_global_scale"},
+        "nf4": {"weight_packed", "weight_absmax"},
+    }
     state = model.state_dict()
     assert set(state) == {f"{m}.{n}" for m in "qkv" for n in names[format]}
     other = WeightGroup(format, SEGMENTS, K, torch.float32)
@@ -100,7 +103,9 @@ def test_handles_survive_moves_casts_and_deepcopy() -> None:
 def test_wrong_segment_is_refused() -> None:
     group, _ = packed_group("nvfp4")
     other = get_format("nvfp4").quantize([torch.randn(16, K, dtype=torch.bfloat16)])[0]
-    with pytest.raises(ValueError, match=r"segment 0 holds nvfp4 weights of shape \(48, 64\), got nvfp4 of shape \(16, 64\)"):
+    with pytest.raises(
+        ValueError, match=r"segment 0 holds nvfp4 weights of shape \(48, 64\), got nvfp4 of shape \(16, 64\)"
+    ):
         group.load_segment(0, other)
     with pytest.raises(ValueError, match="got bf16"):
         group.load_segment(1, torch.randn(16, K))

@@ -100,9 +100,7 @@ def test_adapter_on_disk_is_plain_peft(tiny_checkpoints: dict[str, Path], tmp_pa
         ({"init_lora_weights": "pissa"}, "pissa"),
     ],
 )
-def test_unsupported_options_are_refused_by_name(
-    option: dict, words: str, tiny_checkpoints: dict[str, Path]
-) -> None:
+def test_unsupported_options_are_refused_by_name(option: dict, words: str, tiny_checkpoints: dict[str, Path]) -> None:
     with pytest.raises(AdapterError, match=words):
         wrapped(tiny_checkpoints["llama"], **option)
 

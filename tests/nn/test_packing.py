@@ -92,7 +92,7 @@ def test_layout_by_hand() -> None:
     completions = ids[:, -C:]
     packed = pack_batch(ids, mask, C)
     # distinct prompts in sorted order, left padding first: [9, 8] then [1, 2, 3]; each without its last token
-    expected = [9, 1, 2] + [3, completions[0, 0]] + [8] + [3, completions[2, 0], completions[2, 1]]
+    expected = [9, 1, 2, 3, completions[0, 0], 8, 3, completions[2, 0], completions[2, 1]]
     assert packed.input_ids.tolist() == [int(t) for t in expected]
     assert packed.position_ids.tolist() == [0, 0, 1, 2, 3, 1, 2, 3, 4]
     labels = [-100, -100, -100, *completions[0, :2], completions[1, 0], *completions[2, :3]]

@@ -124,13 +124,17 @@ def test_an_adapter_layer_that_no_group_serves_is_an_error(tiny_checkpoints: dic
 
 def test_adapter_of_another_model_is_refused(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     policy(tiny_checkpoints["llama"]).save_pretrained(tmp_path / "adapter")
-    engine, _, model = build_engine(tiny_checkpoints["llama"], adapter=tmp_path / "adapter", weights="nvfp4", device="cpu")
+    engine, _, model = build_engine(
+        tiny_checkpoints["llama"], adapter=tmp_path / "adapter", weights="nvfp4", device="cpu"
+    )
     outputs = engine.generate(PROMPTS, SamplingParams(max_tokens=4))
     assert largest_difference(model, outputs, 1.0) < 1e-5
     from tiny_models import save_tiny
 
     other = save_tiny(tmp_path / "deeper", "llama", num_hidden_layers=3)
-    with pytest.raises(AdapterMismatchError, match="0 of its 28 tensors match nothing and 14 of the model's are missing"):
+    with pytest.raises(
+        AdapterMismatchError, match="0 of its 28 tensors match nothing and 14 of the model's are missing"
+    ):
         load_adapter(load_model(other, dtype="float32", device="cpu"), tmp_path / "adapter")
     with pytest.raises(AdapterMismatchError, match="no PEFT adapter"):
         load_adapter(load_model(other, dtype="float32", device="cpu"), tmp_path)

@@ -244,6 +244,11 @@ def test_the_cut_between_two_tokens_belongs_to_the_upper_one(monkeypatch: pytest
     monkeypatch.setattr("qerl.rollout.sampler.uniforms", lambda keys, positions: cuts)
     drawn = sample(torch.zeros(256, 256), SamplingParams(), _keys(256), torch.arange(256))
     assert drawn.token_ids.tolist() == list(range(256))
+    # An impossible token at the start of the second chunk: the cut at its border belongs to the token after it.
+    logits = torch.zeros(256, 257)
+    logits[:, 128] = -INF
+    drawn = sample(logits, SamplingParams(), _keys(256), torch.arange(256))
+    assert drawn.token_ids.tolist() == [*range(128), *range(129, 257)]
 
 
 def test_all_mass_on_one_token() -> None:

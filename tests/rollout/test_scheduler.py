@@ -195,13 +195,23 @@ def test_admission_leaves_running_samples_room_to_grow() -> None:
 
 def test_preempted_sibling_shares_the_prompt_again() -> None:
     simulator = Simulator(num_blocks=12, max_num_seqs=4)
-    group = simulator.add(prompt_len=16, lengths=[13] * 4)
-    simulator.run()
+    group = simulator.add(prompt_len=16, lengths=[25] * 4)
+    steps = simulator.run()
     assert simulator.scheduler.preemptions > 0
-    # The 16 prompt tokens fill whole blocks that running siblings keep: they are computed once only.
-    assert simulator.computed_tokens < 2 * 16 + 4 * 2 * 13
+    # The prompt fills whole blocks that running siblings keep, so it is never computed again.
+    assert sum(chunk.count for step in steps for chunk in step.chunks if chunk.owner is group) == 16
     for sample in group.samples:
-        assert sample.token_ids == _reference(group, 13, sample.sample_index)
+        assert sample.token_ids == _reference(group, 25, sample.sample_index)
+
+
+def test_prompts_are_prefilled_only_with_room_for_the_samples_before_them() -> None:
+    simulator = Simulator(num_blocks=5)
+    first = simulator.add(prompt_len=4, lengths=[4] * 4)
+    second = simulator.add(prompt_len=4, lengths=[4])
+    # One block is taken and the four samples are about to take one each.
+    assert [chunk.owner for chunk in simulator.step().chunks] == [first]
+    simulator.run()
+    assert second.samples[0].token_ids == _reference(second, 4)
 
 
 def test_request_that_just_fits_runs_alone_in_the_whole_cache() -> None:

@@ -16,7 +16,6 @@ sample can always evict all others, so a request that fits the empty cache alway
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from qerl.rollout.blocks import BlockAllocator
 from qerl.rollout.core import FinishReason
@@ -177,8 +176,8 @@ class Scheduler:
             free_seqs = self.max_num_seqs - len(self.running) - promised
             if step.budget == 0 or free_seqs <= 0:
                 return
-            assert not prefix.resident, "a prompt is held behind one that is not"
-            if not self._prefill(prefix, step, promised):
+            # A resident group behind one that is not waits its turn: admitting it now would break the order.
+            if not prefix.resident and not self._prefill(prefix, step, promised):
                 return
             promised += len(prefix.waiting)
 
@@ -207,9 +206,9 @@ class Scheduler:
         count = min(len(prefix.token_ids) - prefix.num_computed, step.budget)
         needed = self._blocks_needed(prefix, count)
         if not self.running and not step.chunks:
-            # Only the groups behind this one hold blocks, and it fits the empty cache: its own stay.
+            # Only this group and those behind it hold blocks, and it fits the empty cache: its own stay.
             while needed > self.allocator.num_free:
-                self._drop_last_held()
+                self._drop(self._holding[max(self._holding)])
         elif needed + self._headroom() + promised > self.allocator.num_free:
             return False
         self._holding[prefix.index] = prefix
@@ -250,8 +249,7 @@ class Scheduler:
         eviction: dropping a held prompt may end the sharing that made a copy necessary.
         """
         while self._blocks_needed(sample, count) > self.allocator.num_free:
-            if self._holding:
-                self._drop_last_held()
+            if self._drop_held_for(sample):
                 continue
             victim = self.running.pop()
             self._preempt(victim)
@@ -288,8 +286,19 @@ class Scheduler:
         prefix.num_computed = 0
         self._holding.pop(prefix.index, None)
 
-    def _drop_last_held(self) -> None:
-        self._drop(self._holding[max(self._holding)])
+    def _drop_held_for(self, sample: Sample) -> bool:
+        """Drop the last held prompt whose going helps ``sample``; False if there is none.
+
+        It helps when a block becomes free or ``sample`` no longer has to copy one. A prompt that running samples
+        share all of costs nothing to keep.
+        """
+        for index in sorted(self._holding, reverse=True):
+            prefix = self._holding[index]
+            frees = any(self.allocator.ref_count(block) == 1 for block in prefix.blocks)
+            if frees or (prefix is sample.prefix and self._writes_shared_block(sample)):
+                self._drop(prefix)
+                return True
+        return False
 
     def _drop_if_unused(self, prefix: Prefix) -> None:
         """Once no sample of the group waits, leave the queue and let the running samples own the prompt."""
@@ -314,8 +323,6 @@ class Scheduler:
         for owner in (*self.running, *self.waiting):
             room = len(owner.blocks) * self.block_size
             assert owner.num_computed <= min(room, len(owner.token_ids)), f"{owner.num_computed} in {room}"
-        for prefix, following in pairwise(self.waiting):
-            assert prefix.blocks or not following.blocks, f"prompt {following.index} is held out of order"
         for prefix in self.waiting:
             assert not any(s.blocks or s.num_computed for s in prefix.waiting), "a waiting sample holds blocks"
 

@@ -7,6 +7,8 @@ _PUBLIC = {
     "CorrectnessReward": "qerl.tasks.rewards",
     "Example": "qerl.tasks.base",
     "FormatReward": "qerl.tasks.rewards",
+    "LastNumberReward": "qerl.tasks.rewards",
+    "PooledReward": "qerl.tasks.rewards",
     "RewardPool": "qerl.tasks.workers",
     "Score": "qerl.tasks.base",
     "Task": "qerl.tasks.base",

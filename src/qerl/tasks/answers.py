@@ -21,7 +21,7 @@ class AnswerTask(Task):
         answer = extract_answer(completion, think_opened=self.think_opened)
         if answer is None:
             return Score(0.0, None, "no answer found")
-        verdict = verify(example.answer, answer)
+        verdict = verify(example.answer, answer, extracted=True)
         return Score(float(verdict.equal), answer, verdict.reason)
 
     def job(self, example: Example, completion: str) -> tuple[Callable[..., Outcome], tuple[Any, ...]]:

@@ -50,7 +50,8 @@ class Outcome:
     """What a reward function makes of one completion.
 
     Attributes:
-        score: In [0, 1], or None where the gold cannot be compared with (the sample is left out of its group).
+        score: The reward, in [0, 1] for answers; None leaves the sample out of its group (a gold that cannot be
+            compared with).
         counter: "", "no_answer", "unparsable_gold", "timeout", or "exhausted" (out of memory or stack).
         reason: In a few words.
     """

@@ -70,8 +70,10 @@ def _with_relation(gold: Value, other: Value) -> bool:
 
 
 def _identity(relation: Relation) -> bool:
-    """An equation that only restates its last side: ``\\sqrt{4} = 2``, ``(a + 1)(a - 1) = a^2 - 1``, or ``\\lim ... = 1``
-    with a left side that this grammar does not read."""
+    """Whether an equation only restates its last side.
+
+    ``\\sqrt{4} = 2``, ``(a + 1)(a - 1) = a^2 - 1``, and ``\\lim ... = 1`` with a left side that is not read.
+    """
     *heads, last = relation.sides
     if not isinstance(last, Formula):
         return False
@@ -97,9 +99,10 @@ def _relations(gold: Relation, other: Relation) -> bool:
         if mine is not None and theirs is not None and names.same_names(mine[0], theirs[0]):
             return equal(mine[1], names.same_argument(mine[0], *theirs))
         return same_equation(gold, other)
-    if _sets(gold, other):
-        return gold.signs == other.signs == ("in",) or _same_variable(gold, other)
-    return _chains(gold, other)
+    if gold.signs == other.signs == ("in",) and _sets(gold, other):
+        element = gold.sides[0], other.sides[0]
+        return gold.texts[0] == other.texts[0] or (None not in element and equal(*element))
+    return (_sets(gold, other) and _same_variable(gold, other)) or _chains(gold, other)
 
 
 def _same_variable(gold: Relation, other: Relation) -> bool:
@@ -115,14 +118,26 @@ _REVERSED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 
 def _chains(gold: Relation, other: Relation) -> bool:
     """Chains side by side, or one of them read from the right."""
-    if len(gold.sides) != len(other.sides) or None in (*gold.sides, *other.sides):
+    if len(gold.sides) != len(other.sides):
         return False
+    mine, theirs = _spelled_sides(gold), _spelled_sides(other)
+    if gold.signs == other.signs and all(map(_same_side, mine, theirs)):
+        return True
     if "in" in (*gold.signs, *other.signs):
-        return gold.signs == other.signs and all(map(equal, gold.sides, other.sides))
+        return False
     backwards = tuple(_REVERSED[sign] for sign in reversed(other.signs))
-    return (gold.signs == other.signs and all(map(equal, gold.sides, other.sides))) or (
-        gold.signs == backwards and all(map(equal, gold.sides, reversed(other.sides)))
-    )
+    return gold.signs == backwards and all(map(_same_side, mine, reversed(theirs)))
+
+
+def _spelled_sides(relation: Relation) -> list[Value | str]:
+    """The sides, by their text where the grammar does not read them (``\\forall x``)."""
+    return [text if side is None else side for text, side in zip(relation.texts, relation.sides, strict=True)]
+
+
+def _same_side(gold: Value | str, other: Value | str) -> bool:
+    if isinstance(gold, str) or isinstance(other, str):
+        return gold == other
+    return equal(gold, other)
 
 
 def _sets(gold: Value, other: Value) -> bool:
@@ -228,12 +243,6 @@ def _quotient(ratio: Ratio, index: int) -> Node | None:
     return None
 
 
-def _based(gold: Value, other: Value) -> bool:
-    if not (isinstance(gold, Based) and isinstance(other, Based)):
-        return False
-    return gold.base == other.base and gold.digits.lstrip("0") == other.digits.lstrip("0")
-
-
 def _union(gold: Value, other: Value) -> bool:
     if isinstance(gold, Union) and isinstance(other, Union):
         together = gold.op == other.op and len(gold.parts) == len(other.parts)
@@ -256,7 +265,7 @@ _RULES: dict[type, Callable[[Value, Value], bool]] = {
     Special: lambda gold, other: gold == other,
     Matrix: _matrix,
     Ratio: _ratio,
-    Based: _based,
+    Based: lambda gold, other: gold == other,
     SetBuilder: _builder,
     Union: _union,
 }

@@ -10,6 +10,7 @@ from qerl.tasks.values import Formula, Relation
 
 _DIGITS = 150
 _TOLERANCE = mpmath.mpf(10) ** -100
+_LARGE = mpmath.mpf(10) ** 40
 
 
 def same_equation(gold: Relation, other: Relation) -> bool:
@@ -24,7 +25,8 @@ def same_equation(gold: Relation, other: Relation) -> bool:
                 a, b = evaluate(left, point), evaluate(right, point)
             except UndecidedError:
                 continue
-            if abs(a) < _TOLERANCE or abs(b) < _TOLERANCE:
+            # near 0 or so large that the symbols no longer show in it: a ratio would say nothing
+            if not all(_TOLERANCE < abs(value) < _LARGE for value in (a, b)):
                 return False
             if factor is not None and abs(a / b - factor) > _TOLERANCE * abs(factor):
                 return False

@@ -82,7 +82,7 @@ def _rational_power(base: Fraction, exponent: Fraction) -> Fraction | None:
     if base == 0:
         return Fraction(0) if exponent > 0 else (Fraction(1) if exponent == 0 else None)
     bits = max(abs(base.numerator), base.denominator).bit_length()
-    if abs(exponent) > _MAX_EXPONENT and abs(base) != 1 or bits * abs(exponent) > _MAX_BITS:
+    if (abs(exponent) > _MAX_EXPONENT and abs(base) != 1) or bits * abs(exponent) > _MAX_BITS:
         return None
     return base ** int(exponent)
 
@@ -254,7 +254,7 @@ def _same_at_all(gold: Node, other: Node, log_base: int | None) -> bool:
             return False
         decided += verdict == "same"
         unreal += verdict == "same, not real"
-    return decided > 0 or unreal > 0 and contains(gold, "i") or unreal == len(points)
+    return decided > 0 or (unreal > 0 and contains(gold, "i")) or unreal == len(points)
 
 
 def _same_at(gold: Node, other: Node, point: Point, log_base: int | None) -> str:

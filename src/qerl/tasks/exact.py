@@ -11,7 +11,7 @@ from fractions import Fraction
 
 _PLAIN = re.compile(
     r"(?P<sign>[-+−–]?)\s*(?:\\?\$|€|£)?\s*(?P<sign2>[-−]?)"
-    r"(?:(?P<grouped>\d{1,3}(?:,\d{3})+)|(?P<digits>\d+)|(?=\.\d))(?P<decimals>\.\d*)?"
+    r"(?:(?P<grouped>\d{1,3}(?:,\d{3})+)|(?P<digits>\d+)|(?=\.\d))(?P<decimals>\.\d*)?(?:[eE](?P<power>[-+]?\d{1,3}))?"
     r"(?:\s*/\s*(?P<denominator>\d+))?\s*\.?"
 )
 _FRAC = re.compile(r"([-+−]?)\s*\\[dt]?frac\s*\{\s*([-−]?\d+)\s*\}\s*\{\s*([-−]?\d+)\s*\}\s*\.?")
@@ -32,6 +32,7 @@ def exact_number(text: str) -> Fraction | None:
         integer = (match["grouped"] or "").replace(",", "") or match["digits"] or "0"
         decimals = (match["decimals"] or "").removeprefix(".")
         value = Fraction(int(integer + decimals), 10 ** len(decimals))
+        value *= Fraction(10) ** int(match["power"] or 0)
         if match["denominator"] is not None:
             denominator = int(match["denominator"])
             if denominator == 0:

@@ -15,13 +15,20 @@ from fractions import Fraction
 from qerl.tasks.tokens import OPENING, FormulaError, Token
 
 CONSTANTS = frozenset({"pi", "e", "i", "infty"})
-FUNCTIONS = frozenset(
-    "sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh coth ln log lg exp".split()
+_FUNCTIONS_TEXT = "sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh coth ln log lg exp"
+FUNCTIONS = frozenset(_FUNCTIONS_TEXT.split())
+_GREEK_TEXT = (
+    r"\alpha \beta \gamma \delta \epsilon \zeta \eta \theta \iota \kappa \lambda \mu \nu \xi \rho "
+    r"\sigma \tau \upsilon \phi \chi \psi \omega \Gamma \Delta \Theta \Lambda \Xi \Pi \Sigma \Phi "
+    r"\Psi \Omega \ell \hbar"
 )
-_GREEK = frozenset(
-    r"\alpha \beta \gamma \delta \epsilon \zeta \eta \theta \iota \kappa \lambda \mu \nu \xi \rho \sigma \tau"
-    r" \upsilon \phi \chi \psi \omega \Gamma \Delta \Theta \Lambda \Xi \Pi \Sigma \Phi \Psi \Omega \ell \hbar".split()
+_GREEK = frozenset(_GREEK_TEXT.split())
+# things that no calculation is done with: number sets, cardinals, marks; equal names are equal
+_OPAQUE = frozenset(
+    [r"\setR", r"\setZ", r"\setN", r"\setQ", r"\setC", r"\setF", r"\aleph", r"\top", r"\perp", r"\triangle"]
 )
+# letters that name a function when a bracket follows
+_UNKNOWN_FUNCTIONS = frozenset("fghFGH")
 _TIMES = frozenset({"*", r"\cdot", r"\times"})
 _MAX_DEPTH = 60
 
@@ -194,6 +201,7 @@ class _Parser:
             name = token.text[1:]
             return (
                 token.text in _GREEK
+                or token.text in _OPAQUE
                 or name in FUNCTIONS
                 or name in CONSTANTS
                 or token.text in (r"\frac", r"\sqrt", r"\binom", r"\lfloor", r"\lceil")
@@ -207,7 +215,7 @@ class _Parser:
         if token.kind == "number":
             node = number(Fraction(token.text), token.text)
             return node if bare else self.mixed(node, depth)
-        if token.kind == "letter" or token.text in _GREEK:
+        if token.kind == "letter" or token.text in _GREEK or token.text in _OPAQUE:
             return self.symbol(token, bare)
         if token.text in ("(", "[", "{"):
             node = self.sum(depth + 1)
@@ -248,10 +256,30 @@ class _Parser:
         name = token.text.removeprefix("\\")
         if not bare and self.at("_"):
             self.take()
-            return Node("symbol", name=f"{name}_{self.subscript()}")
+            name = f"{name}_{self.subscript()}"
+        elif not bare and name not in ("e", "i") and self.number_attached():
+            name = f"{name}_{self.take().text}"
+        if name[0] in _UNKNOWN_FUNCTIONS and token.kind == "letter" and self.at("("):
+            return Node("symbol", name=f"{name}({self.argument_text()})")
         if name in ("e", "i"):
             return Node("constant", name=name)
         return Node("symbol", name=name)
+
+    def number_attached(self) -> bool:
+        """``y1``: a number right after a letter is its index, nobody writes a product so."""
+        token = self.peek()
+        return token is not None and token.kind == "number" and not token.spaced and token.text.isdigit()
+
+    def argument_text(self) -> str:
+        """``f(-3)``: a value of an unknown function is known by its argument only."""
+        depth, parts = 0, []
+        while True:
+            token = self.take()
+            depth += (token.text == "(") - (token.text == ")")
+            if depth == 0:
+                return "".join(parts)
+            if parts or token.text != "(" or depth > 1:
+                parts.append(token.text)
 
     def subscript(self) -> str:
         if not self.at("{"):
@@ -291,10 +319,7 @@ class _Parser:
                 exponent = self.exponent(depth)
             else:
                 base = self.script(depth)
-        if self.at("(", "{", "[", "|"):
-            argument = self.postfix(self.atom(depth + 1))
-        else:
-            argument = self.juxtaposed(depth)
+        argument = self.postfix(self.atom(depth + 1)) if self.at("(", "{", "[", "|") else self.juxtaposed(depth)
         if name == "log" and base is not None:
             node = Node("div", (Node("call", (argument,), "ln"), Node("call", (base,), "ln")))
         elif base is not None:

@@ -41,6 +41,9 @@ _NUMBER = re.compile(
     r"|(?<![\w.\\])[-+−]?[$€£]?\.\d+"
 )
 _UNIT_AFTER = re.compile(r"\s*(?:\\?%|percent\b|pct\b|°|\\circ|\^\\circ|degrees\b)")
+# words of two letters; any other two letters are factors of a product
+_SHORT_WORDS_TEXT = "am an as at be by do go he if in is it me my no of on or so to up us we"
+_SHORT_WORDS = frozenset(_SHORT_WORDS_TEXT.split())
 _MAX_BARE = 600
 
 
@@ -77,7 +80,7 @@ def extract(completion: str, *, think_opened: bool = False) -> Extraction | None
 
 def strip_thinking(completion: str, *, think_opened: bool = False) -> str | None:
     """The text after the last ``</think>``; None if thinking was opened and not closed."""
-    head, closed, tail = completion.rpartition("</think>")
+    _head, closed, tail = completion.rpartition("</think>")
     rest = tail if closed else completion
     if "<think>" in rest or (think_opened and not closed):
         return None
@@ -92,11 +95,10 @@ def last_boxed(text: str) -> str | None:
 
 def last_number(text: str) -> str | None:
     """The last number as written, with sign, currency, separators, fraction and percent or degree sign."""
-    match = None
-    for match in _NUMBER.finditer(text):
-        pass
-    if match is None:
+    matches = list(_NUMBER.finditer(text))
+    if not matches:
         return None
+    match = matches[-1]
     number = match.group(0)
     unit = _UNIT_AFTER.match(text, match.end())
     return number.strip().rstrip(",") + (unit.group(0) if unit else "")
@@ -109,12 +111,12 @@ def is_bare(text: str) -> bool:
         return False
     prose = re.sub(r"\\(?:text|textbf|mathrm|mbox|textnormal|operatorname)\s*\{[^{}]*\}", " ", text)
     prose = re.sub(r"\$[^$]*\$|\\\[.*?\\\]|\\\(.*?\\\)", " ", prose, flags=re.DOTALL)
-    prose = re.sub(r"\\[a-zA-Z]+", " ", prose)
+    prose = re.sub(r"\\(?:begin|end)\s*\{[a-zA-Z]+\*?\}|\\[a-zA-Z]+", " ", prose)
     # "Paolo: 18, Qing: 14" and "Maximum = 2" are labelled values
     prose = re.sub(r"(?:(?<=^)|(?<=[,;]))\s*[A-Za-z]+\s*[:=]", " ", prose)
     if "$" in text and re.match(r"[^$]*[A-Za-z]{3,}[^$]*\$", re.sub(r"\\[a-zA-Z]+|\{[^{}]*\}", " ", text)):
         return False
-    words = re.findall(r"[A-Za-z]{2,}", prose)
+    words = [w for w in re.findall(r"[A-Za-z]{2,}", prose) if len(w) > 2 or w.lower() in _SHORT_WORDS]
     has_math = bool(re.search(r"[\d=\\$^]", text))
     return len(words) <= (2 if has_math else 8)
 

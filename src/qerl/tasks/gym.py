@@ -43,22 +43,18 @@ class GymTask(Task):
         return gym_job, (self._dataset_name, self._config, example, completion, self.think_opened)
 
 
-def gym_job(
-    name: str, config: dict[str, Any], example: Example, completion: str, think_opened: bool
-) -> Outcome:
+def gym_job(name: str, config: dict[str, Any], example: Example, completion: str, think_opened: bool) -> Outcome:
     """:func:`score_entry` for a worker process."""
     return Outcome.of(score_entry(name, config, example, completion, think_opened))
 
 
-def score_entry(
-    name: str, config: dict[str, Any], example: Example, completion: str, think_opened: bool
-) -> Score:
+def score_entry(name: str, config: dict[str, Any], example: Example, completion: str, think_opened: bool) -> Score:
     """Score one completion of an example of the reasoning-gym data set ``name``."""
     answer = extract_answer(completion, think_opened=think_opened)
     if answer is None:
         return Score(0.0, None, "no answer found")
     if name not in _OWN_SCORER and exact_number(example.answer) is not None:
-        verdict = verify(example.answer, answer)
+        verdict = verify(example.answer, answer, extracted=True)
         return Score(float(verdict.equal), answer, verdict.reason)
     own = float(_scorer(name, json.dumps(config, sort_keys=True)).score_answer(answer, example.metadata["entry"]))
     return Score(min(max(own, 0.0), 1.0), answer, "scored by reasoning-gym")
@@ -118,9 +114,7 @@ def _create(name: str, seed: int, size: int, config: dict[str, Any]) -> Any:
         raise ValueError(f"reasoning_gym:{name}: configuration {config} refused: {error}") from error
 
 
-def _draw(
-    name: str, side: str, seed: int, count: int, seen: set[str], config: dict[str, Any]
-) -> list[Example]:
+def _draw(name: str, side: str, seed: int, count: int, seen: set[str], config: dict[str, Any]) -> list[Example]:
     """``count`` examples whose questions are not in ``seen``; ``seen`` is extended."""
     if count == 0:
         return []

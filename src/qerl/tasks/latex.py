@@ -33,9 +33,8 @@ _ESCAPES = (
 )
 _TEXT_COMMANDS = r"text|textnormal|textrm|textbf|textit|mbox|mathrm|mathbf|mathit|mathsf|rm|bf|operatorname"
 _TEXT = re.compile(r"\\(?:" + _TEXT_COMMANDS + r")\s*\*?\s*\{([^{}]*)\}")
-_FUNCTIONS = (
-    "arcsin arccos arctan arccot sinh cosh tanh coth sin cos tan cot sec csc ln log lg exp max min gcd lcm sqrt"
-).split()
+_FUNCTIONS_TEXT = "arcsin arccos arctan arccot sinh cosh tanh coth sin cos tan cot sec csc ln log lg exp sqrt"
+_FUNCTIONS = _FUNCTIONS_TEXT.split()
 _SPACES = re.compile(
     r"(?<!\\)\\[,;:> ]|~|\\(?:quad|qquad|displaystyle|textstyle|limits|nolimits|par|noindent|hfill|enspace|thinspace)"
     r"(?![a-zA-Z])|\\[hv]space\*?\s*\{[^{}]*\}|\\(?:label|tag)\s*\{[^{}]*\}"
@@ -74,8 +73,8 @@ _SPELLINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     )
 )  # fmt: skip
 _LOCAL = re.compile(
-    r"\\text\s*\{\s*(?:and\s+)?for (?:all|any|every|each|some)[^{}]*\}\s*[a-zA-Z]\s*(?:\\in\s*\\set[A-Z]\w*|[<>]=?\s*\d+)?"
-    r"(?=\s*(?:,|;|\\text|\\and|\\or))"
+    r"\\text\s*\{\s*(?:and\s+)?for (?:all|any|every|each|some)[^{}]*\}"
+    r"\s*[a-zA-Z]\s*(?:\\in\s*\\set[A-Z]\w*|[<>]=?\s*\d+)?(?=\s*(?:,|;|\\text|\\and|\\or))"
 )
 _TAIL = re.compile(
     r"[,\s]*(?:\\text\s*\{\s*)?\(?\s*(?:\bwhere\b|\bfor (?:all|any|every|each|some|integers?|positive|real|"
@@ -95,6 +94,7 @@ def normalize(text: str) -> str:
     text = re.sub(r"\\\$", "", text)
     text = re.sub(r"\\\(|\\\)|\\\[(?!\d+(?:pt|em|ex|mm)\])|(?<!\\)\\\]|\$", " ", text)
     text = re.sub(r"(?<=\d)\s*(?:\{\s*,\s*\}|\\,|,\s*\\!|\\!)\s*(?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"\\[hv]?phantom\s*\{[^{}]*\}", "", text)
     text = text.replace(r"\!", "").replace("{,}", ",")
     text = _SIZES.sub(" ", text)
     text = _SPACES.sub(" ", text)
@@ -108,29 +108,35 @@ def normalize(text: str) -> str:
     return _trim(text)
 
 
-def split_text(text: str) -> tuple[str, list[str]]:
-    r"""Formula and words of a normalized text: ``\text{...}`` is cut out, "and" and "or" in it separate items.
+def split_text(text: str) -> tuple[str, list[str], str]:
+    r"""Formula, words and qualifier of a normalized text.
 
-    Returns the formula ("" if there are only words) and the words that were cut out, in order.
+    ``\text{...}`` is cut out (words); "and" and "or" in it separate items; words with numbers in them stay unless
+    they are the whole text. The qualifier is what follows "where", "for all", "such that" and the like.
     """
+    whole = _TEXT.fullmatch(text)
+    if whole is not None and len(whole[1].split()) >= 3:
+        return "", [whole[1].strip()], ""
     text = _LOCAL.sub(" ", text)
     head = _TAIL.sub("", text)
     # a qualifier cannot be the whole answer
-    text = head if head.strip() else text
-    shorter = _INTEGER_TAIL.sub("", text)
-    text = shorter if re.search(r"[\w)]", shorter) else text
+    head = head if head.strip() else text
+    shorter = _INTEGER_TAIL.sub("", head)
+    head = shorter if re.search(r"[\w)]", shorter) else head
     words: list[str] = []
 
     def cut(match: re.Match[str]) -> str:
         inner = match[1].strip()
+        if any(char.isdigit() for char in inner):
+            return f" {inner} "
         joint = re.search(r"\b(and|or)\b", inner)
         if inner:
             words.append(inner)
         return rf" \{joint[1]} " if joint else (" , " if inner in (",", ";") else " ")
 
-    formula = _TEXT.sub(cut, text)
+    formula = _TEXT.sub(cut, head)
     formula = re.sub(r"(?<![a-zA-Z\\])(and|or)(?![a-zA-Z])", r" \\\1 ", formula)
-    return _trim(formula), words
+    return _trim(formula), words, text.removeprefix(head)
 
 
 def as_text(text: str) -> str:
@@ -140,8 +146,8 @@ def as_text(text: str) -> str:
     text = re.sub(r"^\s*\(\s*([A-Za-z])\s*\)\s*$", r"\1", text)
     text = text.casefold().strip(" .,;:!\"'")
     text = re.sub(r"[\"',;:!?.]+(?=\s|$)|(?<=\s)[\"']+", " ", text)
-    words = [word for word in text.split() if word not in ("the", "a", "an")]
-    return " ".join(words)
+    words = text.split()
+    return " ".join(words if len(words) == 1 else [word for word in words if word not in ("the", "a", "an")])
 
 
 def _repair(text: str) -> str:
@@ -150,9 +156,6 @@ def _repair(text: str) -> str:
     if not re.search(r"\\begin\s*\{", text):
         # doubled backslashes of an answer that was escaped twice; in a matrix they end rows
         text = re.sub(r"\\\\(?=[a-zA-Z{}$%(\[)\],])", r"\\", text)
-    else:
-        text = re.sub(r"\\\\(?=(?:frac|dfrac|tfrac|sqrt|begin|end|left|right)(?![a-zA-Z]))", r"\\", text) \
-            if text.count(r"\\begin") else text  # fmt: skip
     return text
 
 

@@ -1,14 +1,14 @@
-"""Relations that only name their value: ``x = 3``, ``f(x) = 2x``, ``(p, q) = (3, 2)``, ``|AB| = 1``, ``Maximum = 2``."""
+"""Relations that only name their value: ``x = 3``, ``f(x) = 2x``, ``(p, q) = (3, 2)``, ``|AB| = 1``."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
 
-from qerl.tasks.expression import rename
+from qerl.tasks.expression import rename, symbols
 from qerl.tasks.values import Formula, Group, Relation, Value
 
-_SUBSCRIPT = r"(?:_(?:\{[\w\\ +-]+\}|\w+|\\[a-z]+ ?))?"
+_SUBSCRIPT = r"(?:_(?:\{[\w\\ +^{}-]+\}|\w+|\\[a-z]+ ?))?"
 _LETTER = rf"(?:[A-Za-z]|\\[a-zA-Z]+ ?){_SUBSCRIPT}'*"
 _POINTS = rf"(?:\|?[A-Z]{{1,4}}{_SUBSCRIPT}\|?)"
 _NAME = re.compile(
@@ -17,9 +17,9 @@ _NAME = re.compile(
     r"|(?:[a-z]?[A-Z])\(\d+\)"
 )
 _FUNCTION_COMMANDS = re.compile(
-    r"\\(?:sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|ln|log|lg|exp|frac|sqrt|pi|infty|sum|int|lim|prod|binom)\b"
+    r"\\(?:sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|ln|log|lg|exp|sqrt|pi|infty|sum|int|lim|prod|binom)\b"
 )
-_APPLIED = re.compile(r"[A-Za-z](?:_\w+)?'*\((\w)\)")
+_APPLIED = re.compile(r"[A-Za-z](?:_\w+)?'*\(([a-z])\)")
 
 
 def is_name(text: str, side: Value | None) -> bool:
@@ -33,12 +33,19 @@ def is_name(text: str, side: Value | None) -> bool:
 
 
 def named_value(relation: Relation) -> tuple[str, Value] | None:
-    """(name, value) of a chain of equations whose sides but the last are names; None for other relations."""
+    """(name, value) of ``x = y = 3`` and of ``x = 1 + 2 = 3``; None for other relations.
+
+    All sides but the last are names, or numbers after a first name; the last side is what was arrived at.
+    """
     if any(sign != "=" for sign in relation.signs) or relation.sides[-1] is None:
         return None
-    heads = zip(relation.texts[:-1], relation.sides[:-1], strict=True)
-    if not all(is_name(text, side) for text, side in heads):
+    heads = list(zip(relation.texts[:-1], relation.sides[:-1], strict=True))
+    if not is_name(*heads[0]):
         return None
+    for text, side in heads[1:]:
+        calculation = isinstance(side, Formula) and not symbols(side.node)
+        if not calculation and not is_name(text, side):
+            return None
     return relation.texts[0], relation.sides[-1]
 
 
@@ -50,7 +57,7 @@ def same_names(gold: str, other: str) -> bool:
     applied = [bool(_APPLIED.fullmatch(name)) for name in (gold, other)]
     if all(applied):
         return gold[0] == other[0]
-    return applied[0] and other == "y" or applied[1] and gold == "y"
+    return (applied[0] and other == "y") or (applied[1] and gold == "y")
 
 
 def same_argument(gold: str, other: str, value: Value) -> Value:

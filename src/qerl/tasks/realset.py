@@ -12,6 +12,7 @@ import mpmath
 
 from qerl.tasks.evaluate import UndecidedError, constant_value, evaluate
 from qerl.tasks.expression import Node, symbols
+from qerl.tasks.names import is_name
 from qerl.tasks.values import Formula, Group, Relation, SetBuilder, Special, Union, Value
 
 _TOLERANCE = mpmath.mpf(10) ** -100
@@ -33,11 +34,28 @@ ALL: RealSet = (Interval(-mpmath.inf, False, mpmath.inf, False),)
 
 
 def real_set(value: Value) -> RealSet | None:
-    """The set that an answer describes, None if it is none of the forms or has symbolic ends."""
+    """The set that an answer describes, None if it is none of the forms, has symbolic ends or several variables."""
+    return _set_of(value) if len(_variables(value)) <= 1 else None
+
+
+def _variables(value: Value | None) -> frozenset[str]:
+    """The symbols of all relations in a value."""
+    if isinstance(value, Formula):
+        return symbols(value.node)
+    if isinstance(value, Relation):
+        texts = frozenset(t for t, side in zip(value.texts, value.sides, strict=True) if side is None)
+        return texts.union(*(_variables(side) for side in value.sides))
+    if isinstance(value, SetBuilder):
+        return _variables(value.condition)
+    parts = value.items if isinstance(value, Group) else (value.parts if isinstance(value, Union) else ())
+    return frozenset().union(*map(_variables, parts))
+
+
+def _set_of(value: Value) -> RealSet | None:
     if isinstance(value, Special):
         return ALL if value.name == "R" else (() if value.name == "empty" else None)
     if isinstance(value, SetBuilder):
-        return real_set(value.condition)
+        return _set_of(value.condition)
     if isinstance(value, Union):
         return _union(value)
     if isinstance(value, Relation):
@@ -50,7 +68,10 @@ def real_set(value: Value) -> RealSet | None:
 def same_set(left: RealSet, right: RealSet) -> bool:
     """Whether two sets are equal."""
     return len(left) == len(right) and all(
-        a.low_closed == b.low_closed and a.high_closed == b.high_closed and _near(a.low, b.low) and _near(a.high, b.high)
+        a.low_closed == b.low_closed
+        and a.high_closed == b.high_closed
+        and _near(a.low, b.low)
+        and _near(a.high, b.high)
         for a, b in zip(left, right, strict=True)
     )
 
@@ -71,23 +92,29 @@ def _group(value: Group) -> RealSet | None:
         low, high = (_end(item) for item in value.items)
         if low is None or high is None or low > high:
             return None
-        return (Interval(low, value.opening == "[" and low != -mpmath.inf, high, value.closing == "]" and high != mpmath.inf),)
-    parts = [real_set(item) for item in value.items]
+        return (
+            Interval(
+                low, value.opening == "[" and low != -mpmath.inf, high, value.closing == "]" and high != mpmath.inf
+            ),
+        )
+    parts = [_set_of(item) for item in value.items]
     if any(part is None for part in parts):
         return None
     if value.joint == "or":
         return _merge([interval for part in parts for interval in part])
-    # "x > 1 and x < 5" holds where both do; a list of intervals is meant as their union
+    # "x > 1 and x < 5" holds where both do; "x = 1, x = 2" and a list of intervals are meant as their union
     if all(isinstance(item, Relation) for item in value.items):
+        if any("=" in item.signs for item in value.items):
+            return None
         result = parts[0]
         for part in parts[1:]:
             result = _intersect(result, part)
-        return result
+        return result or None
     return _merge([interval for part in parts for interval in part])
 
 
 def _union(value: Union) -> RealSet | None:
-    parts = [real_set(part) for part in value.parts]
+    parts = [_set_of(part) for part in value.parts]
     if any(part is None for part in parts):
         return None
     if value.op == "or":
@@ -105,7 +132,7 @@ def _end(value: Value | None) -> mpmath.mpf | None:
 def _relation_set(value: Relation) -> RealSet | None:
     """The solutions of a chain of linear relations in one symbol (or one name like ``f(x)`` alone on a side)."""
     if value.signs == ("in",):
-        return real_set(value.sides[1]) if value.sides[1] is not None else None
+        return _set_of(value.sides[1]) if value.sides[1] is not None else None
     if "in" in value.signs:
         return None
     result = ALL
@@ -136,13 +163,7 @@ def _solve(value: Relation, index: int, sign: str) -> tuple[str, RealSet] | None
         linear = _solve_linear(shifted, sign)
         if linear is not None:
             return linear
-    if isinstance(side, Formula) and not _is_name(text):
-        return None
-    return text, _half_line(sign, end)
-
-
-def _is_name(text: str) -> bool:
-    return len(text) <= 12 and text[:1].isalpha()
+    return (text, _half_line(sign, end)) if is_name(text, side) else None
 
 
 def _solve_linear(node: Node, sign: str) -> tuple[str, RealSet] | None:

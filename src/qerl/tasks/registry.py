@@ -19,6 +19,9 @@ DATA_ENV = "QERL_DATA"
 _GYM_PREFIX = "reasoning_gym:"
 
 
+_USUAL = Columns()
+
+
 @dataclass(frozen=True, slots=True)
 class Benchmark:
     """Where a named task is: file names in a local data folder, and the hub data set with its split names."""
@@ -28,7 +31,7 @@ class Benchmark:
     test_file: str | None = None
     train_split: str | None = None
     test_split: str | None = None
-    columns: Columns = Columns()
+    columns: Columns = _USUAL
 
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -110,9 +113,7 @@ def _make(
 ) -> Task:
     train, test, report = separate(train, test, unparsable, name)
     template = prompt_template(common.get("prompt", "boxed"), common.get("system"))
-    return AnswerTask(
-        name, train, test, template, report=report, think_opened=common.get("think_opened", False)
-    )
+    return AnswerTask(name, train, test, template, report=report, think_opened=common.get("think_opened", False))
 
 
 def _load_benchmark(name: str, common: dict[str, Any], **options: Any) -> Task:

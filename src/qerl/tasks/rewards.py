@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from qerl.tasks.base import Outcome, Task
-from qerl.tasks.extract import extract
-from qerl.tasks.jobs import verify_job
-from qerl.tasks.verify import check_gold
+from qerl.tasks.exact import exact_number
+from qerl.tasks.extract import extract, last_number, strip_thinking
+from qerl.tasks.jobs import reward_job, verify_job
 from qerl.tasks.workers import RewardPool
 
 Completion = str | Sequence[dict[str, Any]]
@@ -91,10 +91,7 @@ class CorrectnessReward:
             outcomes = [function(*arguments) for function, arguments in jobs]
         else:
             outcomes = self.pool.outcomes(jobs, ids)
-        log_metric = kwargs.get("log_metric")
-        if log_metric is not None:
-            for counter in _COUNTERS:
-                log_metric(f"{self.__name__}/{counter}", float(sum(o.counter == counter for o in outcomes)))
+        _log(kwargs.get("log_metric"), self.__name__, outcomes, _COUNTERS)
         return [outcome.score for outcome in outcomes]
 
     def _jobs(
@@ -129,22 +126,105 @@ class FormatReward:
         self.think_opened = think_opened
         self.__name__ = name
 
-    def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Completion], **kwargs: Any
-    ) -> list[float | None]:
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Completion], **kwargs: Any) -> list[float | None]:
         """Rewards of the completions."""
         return [self.weight * self._follows(completion_text(completion)) for completion in completions]
 
     def _follows(self, text: str) -> bool:
         found = extract(text, think_opened=self.think_opened)
-        if found is None or found.kind != _KINDS[self.style] or found.text.strip(" .").lower() in _FILLER:
-            return False
-        if check_gold(found.text) is not None:
+        if found is None or found.kind != _KINDS[self.style] or not _is_attempt(found.text):
             return False
         if self.style == "think_answer_tags":
             thinking = text.partition("</think>")[0].replace("<think>", "")
             return "</think>" in text and any(char.isalnum() for char in thinking)
         return True
+
+
+class LastNumberReward:
+    """1 if the last number of a completion is the gold number, for models that cannot follow a format yet.
+
+    Golds come from ``task`` and the column ``id``, or from the column ``answer``; a gold that is no number gives None.
+    """
+
+    def __init__(self, task: Task | None = None, *, think_opened: bool = False, name: str = "last_number") -> None:
+        self.task = task
+        self.think_opened = task.think_opened if task is not None else think_opened
+        self.__name__ = name
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Completion],
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        answer: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> list[float | None]:
+        """Rewards of the completions. Raises ``ValueError`` without golds."""
+        if self.task is not None and kwargs.get("id") is not None:
+            answer = [self.task.example(example_id).answer for example_id in kwargs["id"]]
+        if answer is None:
+            raise ValueError(f"{self.__name__}: no gold answers: neither an 'answer' nor (with a task) an 'id' column")
+        return [
+            self._score(gold, completion_text(completion)) for gold, completion in zip(answer, completions, strict=True)
+        ]
+
+    def _score(self, gold: str, text: str) -> float | None:
+        target = exact_number(gold)
+        if target is None:
+            return None
+        rest = strip_thinking(text, think_opened=self.think_opened)
+        found = None if rest is None else last_number(rest)
+        return float(found is not None and exact_number(found) == target)
+
+
+class PooledReward:
+    """A user's reward function run one sample at a time in the processes of a pool, under its deadline.
+
+    A sample that runs out of time or memory gets 0 and is counted; an exception of the function is raised again as
+    ``RewardError`` with the sample's id. The function must be importable: not defined in the main script.
+    """
+
+    def __init__(self, function: RewardFunction, pool: RewardPool) -> None:
+        if getattr(function, "__module__", None) == "__main__":
+            raise ValueError(
+                f"{function.__name__} is defined in the main script, which worker processes do not import; "
+                "move it into a module"
+            )
+        self.function = function
+        self.pool = pool
+        self.__name__ = function.__name__
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Completion], **kwargs: Any) -> list[float | None]:
+        """Rewards of the completions; ``log_metric`` and other callables among ``kwargs`` are not passed on."""
+        count = len(completions)
+        columns = {k: v for k, v in kwargs.items() if isinstance(v, Sequence) and len(v) == count}
+        jobs = [
+            (reward_job, (self.function, prompts[i], completions[i], {k: v[i] for k, v in columns.items()}))
+            for i in range(count)
+        ]
+        outcomes = self.pool.outcomes(jobs, columns.get("id"))
+        _log(kwargs.get("log_metric"), self.__name__, outcomes, ("timeout", "exhausted"))
+        return [outcome.score for outcome in outcomes]
+
+
+def _log(
+    log_metric: Callable[[str, float], None] | None,
+    name: str,
+    outcomes: Sequence[Outcome],
+    counters: tuple[str, ...],
+) -> None:
+    if log_metric is not None:
+        for counter in counters:
+            log_metric(f"{name}/{counter}", float(sum(o.counter == counter for o in outcomes)))
+
+
+def _is_attempt(text: str) -> bool:
+    """Whether a marked answer is more than filler: a letter or digit in it, its braces balanced."""
+    return (
+        any(char.isalnum() for char in text)
+        and text.count("{") == text.count("}")
+        and text.strip(" .{}$\\").lower() not in _FILLER
+    )
 
 
 _COUNTERS = ("timeout", "exhausted", "no_answer", "unparsable_gold")

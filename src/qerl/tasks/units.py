@@ -14,16 +14,17 @@ _UNITS = {
     "mph": "mph", "kmh": "kmh kph", "n": "newton", "j": "joule", "w": "watt", "v": "volt", "hz": "hz hertz",
 }  # fmt: skip
 _BY_NAME = {name: unit for unit, names in _UNITS.items() for name in names.split()}
-_QUALIFIERS = frozenset("square sq cubic cu units unit per of".split())
+_QUALIFIERS = frozenset(["square", "sq", "cubic", "cu", "units", "unit", "per", "of"])
 _LONG = sorted((n for n in _BY_NAME if len(n) >= 2), key=len, reverse=True)
 # words after a number, a closing bracket or a percent or degree sign; a formula has no words of three letters there
 _TRAILING = re.compile(
-    r"(?<=[\d)}%°])(\s*)((?:square |sq\.? |cubic )?(?:" + "|".join(_LONG) + r")s?\b(?:\s*/\s*[a-z]+)?(?:\s*\^\s*\{?\d\}?)?)"
+    r"(?<=[\d)}%°])(\s*)((?:square |sq\.? |cubic )?(?:"
+    + "|".join(_LONG)
+    + r")s?\b(?:\s*/\s*[a-z]+)?(?:\s*\^\s*\{?\d\}?)?)"
     r"|(?<=[\d)}%°])(\s+)([A-Za-z]{3,}(?:\s+[A-Za-z]+)*)\.?(?=\s*(?:$|,|;|\\and|\\or))"
 )
-_KEEP = frozenset(
-    "and or sin cos tan cot sec csc log exp arcsin arccos arctan sqrt pi mod if when for".split()
-)
+_KEEP_TEXT = "and or sin cos tan cot sec csc log exp arcsin arccos arctan sqrt pi mod if when for"
+_KEEP = frozenset(_KEEP_TEXT.split())
 
 
 def cut_units(formula: str) -> tuple[str, list[str]]:

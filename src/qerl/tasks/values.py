@@ -82,7 +82,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Based:
-    """A numeral in a base, ``204_5``."""
+    """A numeral in a base, ``204_5``, without leading zeros."""
 
     digits: str
     base: int
@@ -134,8 +134,14 @@ def _listed(tokens: list[Token]) -> Value:
 
 
 def _related(tokens: list[Token]) -> Value:
-    parts, _ = split_at(tokens, frozenset({r"\approx"}))
-    tokens = parts[0] or tokens
+    parts, found = split_at(tokens, frozenset({r"\approx"}))
+    if found and not parts[0]:
+        return _related(parts[-1])
+    if found and all(parts):
+        # an exact value counts, not the rounded one after it; a mere name has no other value
+        if len(parts[0]) == 1 and parts[0][0].kind in ("letter", "command"):
+            return Relation((_side(parts[0]), _side(parts[-1])), ("=",), (spell(parts[0]), spell(parts[-1])))
+        tokens = parts[0]
     parts, signs = split_at(tokens, _RELATIONS)
     if not signs:
         return _united(tokens)
@@ -147,7 +153,7 @@ def _related(tokens: list[Token]) -> Value:
 
 
 def _side(tokens: list[Token]) -> Value | None:
-    """A side of a relation, None where it is a name that is no formula (``f(x)``, ``|AB|``, ``a_{max}`` may be both)."""
+    """A side of a relation, None where this grammar does not read it (it may still be a name)."""
     try:
         return _united(tokens)
     except FormulaError:
@@ -252,10 +258,14 @@ def _matrix(tokens: list[Token]) -> Matrix:
 
 
 def _based(tokens: list[Token]) -> Based | None:
+    sign = "-" if tokens[0].text == "-" else ""
+    tokens = tokens[len(sign) :]
     if len(tokens) < 3 or tokens[1].text != "_" or not tokens[0].text.isdigit():
         return None
-    digits = "".join(token.text for token in tokens[2:]).strip("{}()")
-    return Based(tokens[0].text, int(digits)) if digits.isdigit() and 2 <= int(digits) <= 36 else None
+    base = "".join(token.text for token in tokens[2:]).strip("{}()")
+    if not base.isdigit() or len(base) > 2 or not 2 <= int(base) <= 36:
+        return None
+    return Based(sign + (tokens[0].text.lstrip("0") or "0"), int(base))
 
 
 def spell(tokens: list[Token]) -> str:

@@ -17,6 +17,8 @@ from qerl.tasks.compare import equal
 from qerl.tasks.exact import exact_number
 from qerl.tasks.units import units_disagree
 
+_MAX_WORDS = 12
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -31,9 +33,11 @@ def check_gold(gold: str) -> str | None:
     """None if this gold answer can be compared with, else the reason why not."""
     if exact_number(gold) is not None:
         return None
-    answer = prepare(gold, True)
+    answer = prepare(gold, "gold")
     if not any(char.isalnum() for char in answer.spelling.replace("text", "")):
         return "no letter and no digit"
+    if answer.is_text and len(answer.text.split()) > _MAX_WORDS:
+        return f"prose of {len(answer.text.split())} words, compared only up to {_MAX_WORDS}"
     if answer.is_text or answer.values:
         return None
     from qerl.tasks.symbolic import can_parse
@@ -41,8 +45,13 @@ def check_gold(gold: str) -> str | None:
     return None if can_parse(answer.formula) else answer.problem
 
 
-def verify(gold: str, answer: str) -> Verdict:
-    """Compare an answer (bare, or a text whose final answer counts) with a gold answer.
+def verify(gold: str, answer: str, *, extracted: bool = False) -> Verdict:
+    """Compare an answer with a gold answer.
+
+    Args:
+        gold: A bare answer, with or without delimiters, or a solution with its answer marked.
+        answer: A bare answer, or a text whose final answer counts.
+        extracted: ``answer`` comes from ``extract_answer``: it is taken as it is.
 
     Never raises on any text. May run long on a pathological formula that only math-verify reads:
     ``RewardPool.verify`` has a deadline.
@@ -54,11 +63,13 @@ def verify(gold: str, answer: str) -> Verdict:
         # a decimal may be the rounded form of a fraction
         if "." not in gold and "." not in answer:
             return Verdict(False, "different exact numbers")
-    mine, theirs = prepare(gold, True), prepare(answer)
+    mine, theirs = prepare(gold, "gold"), prepare(answer, "answer" if extracted else "text")
     if not theirs.spelling:
         return Verdict(False, "no answer")
     if units_disagree(list(mine.words), list(theirs.words)):
         return Verdict(False, "different units")
+    if _qualifiers_disagree(mine, theirs):
+        return Verdict(False, "different qualifiers")
     if mine.spelling == theirs.spelling:
         return Verdict(True, "the same text")
     if mine.is_text or theirs.is_text:
@@ -70,6 +81,14 @@ def verify(gold: str, answer: str) -> Verdict:
         same = any(equal(a, b) for a in mine.values for b in theirs.values)
         return Verdict(same, "equal by value" if same else "different by value")
     return _by_math_verify(mine, theirs)
+
+
+def _qualifiers_disagree(gold: Answer, other: Answer) -> bool:
+    """Whether both say "for all x in [0, 1]" or the like, with different numbers."""
+    if not (gold.qualifier and other.qualifier):
+        return False
+    mine, theirs = (sorted(re.findall(r"\d+", answer.qualifier)) for answer in (gold, other))
+    return bool(mine and theirs and mine != theirs)
 
 
 def _states(gold: Answer, other: Answer) -> bool:

@@ -117,9 +117,7 @@ class RewardPool:
             _end_all(self._workers)
             self._finalizer.detach()
 
-    def verify(
-        self, golds: Sequence[str], completions: Sequence[str], *, think_opened: bool = False
-    ) -> list[Outcome]:
+    def verify(self, golds: Sequence[str], completions: Sequence[str], *, think_opened: bool = False) -> list[Outcome]:
         """Compare the final answer of each completion with its gold; the same result as in this process.
 
         A sample that ran out of time or memory scores 0 with the counter "timeout" or "exhausted".

@@ -6,6 +6,7 @@ read as YAML, so lists and dictionaries work (``--lora_target_modules '[q_proj, 
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import yaml
 
 from qerl.trainer.run_config import RunConfig
+
+_REPLACED_TAGS = ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
 
 
 class UnknownFieldError(ValueError):
@@ -36,19 +39,28 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         if not separator and index < len(arguments) and not arguments[index].startswith("--"):
             text, separator = arguments[index], "="
             index += 1
-        values[name.replace("-", "_")] = _value(text) if separator else True
+        values[name.replace("-", "_")] = _load(text) if separator else True
     return values
 
 
-def _value(text: str) -> Any:
-    """A YAML scalar, list or dict; `1e-5` is a number (YAML 1.1 would call it a string)."""
-    value = yaml.safe_load(text)
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+class _Loader(yaml.SafeLoader):
+    """YAML as people write settings: ``1e-5`` is a number and ``no``/``on`` are words; only true/false are booleans."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED_TAGS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^(?:true|True|false|False)$"), list("tTfF"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.inf|\.nan)$"),
+    list("-+.0123456789"),
+)
+
+
+def _load(text: Any) -> Any:
+    return yaml.load(text, Loader=_Loader)  # a SafeLoader: plain values only
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -58,10 +70,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         ValueError: the file holds no mapping.
     """
     with open(path, encoding="utf-8") as file:
-        values = yaml.safe_load(file)
+        values = _load(file)
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold `field: value` lines, found {type(values).__name__}")
-    return {name: _value(v) if isinstance(v, str) else v for name, v in values.items()}
+    return values
 
 
 def split_fields(values: Mapping[str, Any], *classes: type) -> list[dict[str, Any]]:

@@ -16,27 +16,31 @@ logger = logging.getLogger(__name__)
 _GIB = 1024**3
 
 
-def render_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any]) -> list[int]:
+def render_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]) -> list[int]:
     """Token ids of a prompt, exactly as TRL makes them (chat template for messages, plain text otherwise)."""
     if isinstance(prompt, str):
         return tokenizer(text=prompt)["input_ids"]
     rendered = tokenizer.apply_chat_template(
-        prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **chat_template_kwargs
+        prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
     )
     return rendered["input_ids"]
 
 
-def check_prompts(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: QeRLConfig) -> tuple[Dataset, int]:
+def check_prompts(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: QeRLConfig, tools: list[Any] | None = None
+) -> tuple[Dataset, int]:
     """Drop or refuse prompts over ``max_prompt_length`` tokens; show the first rendered prompt.
+
+    Args:
+        tools: rendered into the prompts by the chat template, and counted.
 
     Returns:
         the dataset without overlong prompts, and the longest prompt left (tokens).
 
     Raises:
-        ConfigError: overlong prompts with ``overlong_prompts="error"``, none left, or string prompts that bypass
-            the chat template of a chat model are only warned about.
+        ConfigError: overlong prompts with ``overlong_prompts="error"``, or none left.
     """
-    kwargs = args.chat_template_kwargs or {}
+    kwargs = {**(args.chat_template_kwargs or {}), "tools": tools or None}
     first = dataset[0]["prompt"]
     if isinstance(first, str) and tokenizer.chat_template:
         logger.warning(

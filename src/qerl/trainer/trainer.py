@@ -41,6 +41,10 @@ class CollapsedSamplingError(RuntimeError):
     """The importance weights say that the batch tells little about the trained policy."""
 
 
+class RewardValueError(ValueError):
+    """A reward that cannot be used."""
+
+
 class NonFiniteLossError(RuntimeError):
     """NaN or Inf in the loss; the batch was dumped."""
 
@@ -94,7 +98,7 @@ class QeRLTrainer(GRPOTrainer):
         peft_config = self._lora_config(model, args, peft_config)
         longest_prompt = None
         if isinstance(train_dataset, Dataset):
-            train_dataset, longest_prompt = check_prompts(train_dataset, processing_class, args)
+            train_dataset, longest_prompt = check_prompts(train_dataset, processing_class, args, kwargs.get("tools"))
         timed = [_TimedReward(f) if callable(f) else f for f in _as_list(reward_funcs)]
         super().__init__(
             model=model,
@@ -108,6 +112,7 @@ class QeRLTrainer(GRPOTrainer):
         )
         self._timed_rewards = [f for f in timed if isinstance(f, _TimedReward)]
         self._low_ess_rollouts = 0
+        self._rewards_per_func: torch.Tensor | None = None
         self._install_rollouts(longest_prompt)
 
     @staticmethod
@@ -198,6 +203,7 @@ class QeRLTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's generation and scoring, plus effective sample size and policy mismatch in the metrics."""
         output = super()._generate_and_score_completions(inputs)
+        self._zero_equal_groups(output)
         mode = "train" if self.model.training else "eval"
         metrics = self._metrics[mode]
         if mode == "train":
@@ -208,6 +214,33 @@ class QeRLTrainer(GRPOTrainer):
         if "importance_sampling_ratio" in output:
             self._log_importance(output, metrics, mode)
         return output
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """TRL's rewards [rows over all ranks, functions]; infinite ones are refused, not silently dropped.
+
+        Raises:
+            RewardValueError: naming the function and the rows.
+        """
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        infinite = rewards.isinf()
+        if bool(infinite.any()):
+            row, function = infinite.nonzero()[0].tolist()
+            raise RewardValueError(
+                f"reward function {self.reward_func_names[function]!r} returned {float(rewards[row, function])} for "
+                f"row {row} (and {int(infinite.sum()) - 1} more infinite values); return a finite number, or None to "
+                "leave a sample out"
+            )
+        self._rewards_per_func = rewards
+        return rewards
+
+    def _zero_equal_groups(self, output: dict[str, Any]) -> None:
+        """Exactly zero advantage where a group's rewards are all equal (a mean of equal floats need not equal them)."""
+        advantages = output["advantages"]
+        group_size = self.num_generations if self.model.training else self.num_generations_eval
+        groups = self._rewards_per_func.view(-1, group_size, len(self.reward_funcs))
+        equal = (groups == groups[:, :1]).all(dim=(1, 2)).repeat_interleave(group_size)
+        first = self.accelerator.process_index * advantages.shape[0]
+        advantages.masked_fill_(equal[first : first + advantages.shape[0]], 0.0)
 
     def _log_importance(self, output: dict[str, Any], metrics: dict[str, list[float]], mode: str) -> None:
         mask = output["completion_mask"] * output.get("tool_mask", 1)

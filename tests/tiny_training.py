@@ -1,0 +1,14 @@
+"""Data and reward of the tiny training runs."""
+
+from datasets import Dataset
+
+
+def letter_reward(prompts: list, completions: list, **kwargs: object) -> list[float]:
+    """Share of lower-case letters (about 0.1 of the bytes): varies within a group even for a random model."""
+    texts = [c[0]["content"] for c in completions]
+    return [sum("a" <= c <= "z" for c in text) / max(len(text), 1) for text in texts]
+
+
+def prompts_dataset(count: int = 12) -> Dataset:
+    rows = [{"prompt": [{"role": "user", "content": f"say {i}"}], "answer": str(i)} for i in range(count)]
+    return Dataset.from_list(rows)

@@ -1,0 +1,129 @@
+"""Bad configurations are named errors before anything is loaded; fields are all read; parsing suggests names."""
+
+import ast
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from trl import GRPOConfig
+
+import qerl
+from qerl.trainer.config import ConfigError, QeRLConfig
+from qerl.trainer.parsing import UnknownFieldError, build_configs, parse_overrides, read_yaml, split_fields
+from qerl.trainer.run_config import RunConfig
+
+Make = Callable[..., QeRLConfig]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("num_generations", 1, "num_generations=1: a group of one has no baseline"),  # case 15
+        ("use_vllm", True, "use rollout_backend"),
+        ("vllm_gpu_memory_utilization", 0.9, "use kv_cache_gb"),
+        ("vllm_max_model_length", 100, "use max_prompt_length and max_completion_length"),
+        ("bf16", True, "set dtype='bfloat16'"),
+        ("top_p", 0.9, "top_p: training on a truncated distribution"),
+        ("top_k", 50, "top_k: training on a truncated distribution"),
+        ("min_p", 0.1, "min_p: training on a truncated distribution"),
+        ("repetition_penalty", 1.1, "repetition_penalty must be 1"),
+        ("temperature", 0.0, "temperature=0.0"),
+        ("weights", "fp4", "weights='fp4' is unknown; choose from auto, bf16, nvfp4, nf4"),
+        ("aqn_schedule", "exp", "aqn_schedule='exp' is unknown"),
+        ("aqn_scope", "train", "aqn_scope='train' is unknown"),
+        ("num_stages", 2, "num_stages=2 must be at least 3"),
+        ("sigma_end", -1.0, "sigma_end=-1.0 must be positive"),
+        ("rollout_backend", "vllm", "rollout_backend='vllm' is unknown"),
+        ("overlong_prompts", "truncate", "overlong_prompts='truncate' is unknown"),
+        ("lora_r", 0, "lora_r=0 must be at least 1"),
+    ],
+)
+def test_refused_with_what_to_change(field: str, value: object, words: str, config: Make) -> None:
+    with pytest.raises(ValueError, match=words):
+        config(**{field: value})
+
+
+def test_checkpoints_must_fall_between_generations(config: Make) -> None:
+    """Buffered completions are not checkpointed."""
+    with pytest.raises(ConfigError, match="save_steps=3 must be a multiple of 4"):
+        config(save_strategy="steps", save_steps=3, num_iterations=4)
+    assert config(save_strategy="steps", save_steps=8, num_iterations=4).updates_per_generation == 4
+    assert config(steps_per_generation=4, gradient_accumulation_steps=2).updates_per_generation == 2
+
+
+def test_defaults_are_the_papers(tmp_path: Path) -> None:
+    args = QeRLConfig(output_dir=str(tmp_path), per_device_train_batch_size=8)
+    assert (args.learning_rate, args.num_generations, args.epsilon, args.epsilon_high) == (1e-5, 8, 0.2, 0.28)
+    assert (args.beta, args.temperature, args.lora_r, args.loss_type) == (0.0, 1.0, 32, "dapo")
+    assert (args.sigma_start, args.sigma_end, args.num_stages) == (1e-2, 5e-4, 10)
+    assert (args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_max) == ("token_truncate", 2.0)
+
+
+def test_every_field_of_ours_is_read_somewhere() -> None:
+    """A field that nothing reads is a lie to the user (the reference's --random-state)."""
+    inherited = {f.name for f in dataclasses.fields(GRPOConfig)}
+    ours = {f.name for f in dataclasses.fields(QeRLConfig) if f.name not in inherited}
+    ours |= {f.name for f in dataclasses.fields(RunConfig)}
+    read: set[str] = set()
+    for path in Path(qerl.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        read |= {
+            node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+        }
+    assert ours - read == set()
+
+
+def test_command_line_values() -> None:
+    arguments = ["--learning_rate", "1e-5", "--max-steps=7", "--lora_target_modules", "[q_proj, v_proj]", "--bf16"]
+    assert parse_overrides([*arguments, "--sigma_end", "-1"]) == {
+        "learning_rate": 1e-5,
+        "max_steps": 7,
+        "lora_target_modules": ["q_proj", "v_proj"],
+        "bf16": True,
+        "sigma_end": -1,
+    }
+    words = parse_overrides(["--save_strategy", "no", "--a", "on", "--b", "false", "--c", "0.1.25", "--d", "-2.5"])
+    assert words == {"save_strategy": "no", "a": "on", "b": False, "c": "0.1.25", "d": -2.5}
+    with pytest.raises(ValueError, match="unexpected argument 'oops'"):
+        parse_overrides(["oops"])
+
+
+def test_unknown_fields_are_refused_with_the_nearest_name() -> None:
+    with pytest.raises(UnknownFieldError, match="unknown field 'learning_rte'; did you mean 'learning_rate'"):
+        split_fields({"learning_rte": 1}, RunConfig, QeRLConfig)
+    with pytest.raises(UnknownFieldError, match="help-all"):
+        split_fields({"xyzzy": 1}, RunConfig)
+
+
+def test_recipe_and_overrides_meet(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"model: m\ntask: gsm8k\nlearning_rate: 3e-4\noutput_dir: {tmp_path}\nmax_steps: 5\n")
+    values = read_yaml(recipe) | parse_overrides(["--max_steps", "9"])
+    run, args = build_configs(values)
+    assert (run.model, run.task, args.learning_rate, args.max_steps) == ("m", "gsm8k", 3e-4, 9)
+    (tmp_path / "bad.yaml").write_text("- a\n")
+    with pytest.raises(ValueError, match="must hold `field: value` lines"):
+        read_yaml(tmp_path / "bad.yaml")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"rewards": ["corectness"]}, "corectness"),
+        ({"rewards": []}, "choose from correctness"),
+        ({"reward_workers": -1}, "reward_workers=-1"),
+        ({"reward_deadline": 0}, "reward_deadline=0"),
+    ],
+)
+def test_run_config_refuses(values: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        RunConfig(**values)
+
+
+def test_shipped_recipes_parse(tmp_path: Path) -> None:
+    recipes = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+    assert recipes
+    for recipe in recipes:
+        run, args = build_configs({**read_yaml(recipe), "output_dir": str(tmp_path)})
+        assert run.model and run.task and args.max_completion_length > 0, recipe.name
