@@ -26,6 +26,9 @@ class Command:
     def load(self, name: str) -> Any:
         """Import the module and build the command from the signature of its function."""
         function = getattr(import_module(self.module), self.function)
+        if isinstance(function, typer.Typer):
+            # a command with subcommands of its own, which report users' mistakes themselves
+            return typer.main.get_command(function)
         # train reads `--field value` for every field of its configuration from ctx.args.
         settings = {"allow_extra_args": True, "ignore_unknown_options": True} if self.free_options else {}
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -37,9 +40,11 @@ COMMANDS: dict[str, Command] = {
     "quantize": Command("qerl.cli.quantize", "quantize", "Quantize a model to 4 bits (NVFP4, NF4)."),
     "train": Command("qerl.cli.train", "train", "Train a model with GRPO on verifiable tasks.", free_options=True),
     "eval": Command("qerl.cli.evaluate", "evaluate", "Evaluate a model on tasks, with intervals."),
+    "compare": Command("qerl.cli.compare", "compare", "Compare two evaluations: interval and paired test."),
+    "task": Command("qerl.cli.task", "app", "Check a task's prompts, golds and scoring before training."),
     "generate": Command("qerl.cli.generate", "generate", "Generate completions of prompts."),
     "report": Command("qerl.cli.report", "report", "Write the HTML report of a training run."),
-    "verify": Command("qerl.cli.verify", "verify", "Check a quantized checkpoint."),
+    "verify": Command("qerl.cli.verify", "verify", "Check predictions against gold answers (JSONL)."),
     "demo": Command("qerl.cli.demo", "demo", "Quantize, train, evaluate and report a small model, end to end."),
     "doctor": Command("qerl.cli.doctor", "doctor", "Check this machine: packages, GPU, memory, disk."),
 }

@@ -176,8 +176,8 @@ class Scheduler:
             free_seqs = self.max_num_seqs - len(self.running) - promised
             if step.budget == 0 or free_seqs <= 0:
                 return
-            # A resident group behind one that is not waits its turn: admitting it now would break the order.
-            if not prefix.resident and not self._prefill(prefix, step, promised):
+            assert not prefix.resident, f"prompt {prefix.index} is held behind one that is not"
+            if not self._prefill(prefix, step, promised):
                 return
             promised += len(prefix.waiting)
 

@@ -16,7 +16,7 @@ from qerl.tasks.values import Value, parse_value
 _MAX_LENGTH = 4000
 # more plain words than this make a sentence, which is compared as a text
 _MAX_PROSE = 3
-_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 _LABEL = re.compile(r"(?:(?<=^)|(?<=[,;]\s)|(?<=[,;]))\s*[A-Za-z]{3,}\s*[:=](?!=)\s*")
 _FIXED_TEXTS = {
     "infinitely many": r"\infty", "infinity": r"\infty", "infinite": r"\infty", "all real numbers": r"\setR",

@@ -30,7 +30,9 @@ _OPAQUE = frozenset(
 # letters that name a function when a bracket follows
 _UNKNOWN_FUNCTIONS = frozenset("fghFGH")
 _TIMES = frozenset({"*", r"\cdot", r"\times"})
+# limits that keep recursion over a tree within Python's own
 _MAX_DEPTH = 60
+_MAX_NODES_IN_ROW = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,9 @@ class _Parser:
         if depth > _MAX_DEPTH:
             raise FormulaError(f"nested deeper than {_MAX_DEPTH}")
         node = self.product(depth)
+        row = 0
         while self.at("+", "-", r"\pm", r"\mp"):
+            row = _count(row)
             sign = self.take().text
             right = self.product(depth)
             node = Node("add", (node, _signed(sign, right)))
@@ -119,7 +123,9 @@ class _Parser:
 
     def product(self, depth: int) -> Node:
         node = self.signed(depth)
+        row = 0
         while (token := self.peek()) is not None:
+            row = _count(row)
             if token.text in _TIMES:
                 self.take()
                 node = Node("mul", (node, self.signed(depth)))
@@ -168,7 +174,9 @@ class _Parser:
         return self.script(depth)
 
     def postfix(self, node: Node) -> Node:
+        row = 0
         while self.at("!", "%", "°", "'"):
+            row = _count(row)
             mark = self.take().text
             if mark == "'":
                 if node.op == "symbol":
@@ -346,6 +354,12 @@ class _Parser:
             else:
                 break
         return node
+
+
+def _count(row: int) -> int:
+    if row >= _MAX_NODES_IN_ROW:
+        raise FormulaError(f"more than {_MAX_NODES_IN_ROW} operations in a row")
+    return row + 1
 
 
 def _signed(sign: str, node: Node) -> Node:

@@ -3,7 +3,7 @@
 Order (the first kind that occurs decides; of several of one kind the last wins):
 
 1. ``\\boxed{...}`` (or ``\\fbox``); boxes joined by nothing but commas, "and", "or" and names are one list; a
-   "final answer is ..." written after the last box replaces it,
+   "final answer is ..." with a number or formula after the last box replaces it,
 2. ``<answer>...</answer>``,
 3. ``#### ...`` up to the end of the line,
 4. "the answer is ...", "final answer: ...", "answer: ...",
@@ -13,7 +13,7 @@ Order (the first kind that occurs decides; of several of one kind the last wins)
 
 Thinking does not count: what stands before the last ``</think>`` is ignored, and a ``<think>`` that is never
 closed (written by the model, or opened by the chat template: ``think_opened=True``) means no answer.
-An ``<answer>`` or a box that is opened and never closed is no answer of that kind.
+A completion whose only box is never closed was cut off in its answer and has none.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ _UNIT_AFTER = re.compile(r"\s*(?:\\?%|percent\b|pct\b|°|\\circ|\^\\circ|degrees
 # words of two letters; any other two letters are factors of a product
 _SHORT_WORDS_TEXT = "am an as at be by do go he if in is it me my no of on or so to up us we"
 _SHORT_WORDS = frozenset(_SHORT_WORDS_TEXT.split())
+_SENTENCE_WORDS = _SHORT_WORDS | frozenset(
+    ("the", "are", "total", "answer", "equals", "gives", "get", "have", "has", "thus")
+)
 _MAX_BARE = 600
 
 
@@ -73,9 +76,15 @@ def extract(completion: str, *, think_opened: bool = False) -> Extraction | None
         return marked if _has_content(marked.text) else None
     if not text.strip():
         return None
-    if is_bare(text):
+    if is_bare(text) and _has_content(text):
         return Extraction(text.strip(), "bare")
     return _last_value(text)
+
+
+def tagged_answer(text: str) -> str | None:
+    """The content of the last closed ``<answer>`` tag, whatever other marks there are; None if none."""
+    found = _ANSWER_TAG.findall(text)
+    return found[-1].strip() if found else None
 
 
 def strip_thinking(completion: str, *, think_opened: bool = False) -> str | None:
@@ -118,6 +127,8 @@ def is_bare(text: str) -> bool:
         return False
     words = [w for w in re.findall(r"[A-Za-z]{2,}", prose) if len(w) > 2 or w.lower() in _SHORT_WORDS]
     has_math = bool(re.search(r"[\d=\\$^]", text))
+    if has_math and any(word.lower() in _SENTENCE_WORDS for word in words):
+        return False
     return len(words) <= (2 if has_math else 8)
 
 
@@ -157,6 +168,9 @@ def closing_brace(text: str, opening: int) -> int | None:
 
 def _marked(text: str) -> Extraction | None:
     boxes = _boxes(text)
+    if not boxes and _BOX.search(text):
+        # cut off in the middle of its answer
+        return Extraction("", "boxed")
     if boxes and not _restated(text[boxes[-1][1] :]):
         return Extraction(_join_boxes(text, boxes), "boxed")
     for kind, pattern in (("answer tag", _ANSWER_TAG), ("hashes", _HASHES)):
@@ -175,7 +189,7 @@ def _marked(text: str) -> Extraction | None:
 def _restated(text: str) -> bool:
     """Whether a "final answer" with a value follows."""
     match = _FINAL.search(text)
-    return match is not None and _has_content(_statement(text[match.end() :]))
+    return match is not None and re.search(r"[\d\\]", _statement(text[match.end() :])) is not None
 
 
 def _join_boxes(text: str, boxes: list[tuple[int, int, str]]) -> str:
@@ -221,4 +235,4 @@ def _last_value(text: str) -> Extraction | None:
 
 
 def _has_content(text: str) -> bool:
-    return bool(re.search(r"[^\W_]|\\infty|\\emptyset|\\varnothing|[∞∅①-⑳]", text))
+    return bool(re.search(r"[^\W_]|\\\{\s*\\\}|\\infty|\\emptyset|\\varnothing|[∞∅①-⑳]", text))

@@ -33,6 +33,8 @@ _ESCAPES = (
 )
 _TEXT_COMMANDS = r"text|textnormal|textrm|textbf|textit|mbox|mathrm|mathbf|mathit|mathsf|rm|bf|operatorname"
 _TEXT = re.compile(r"\\(?:" + _TEXT_COMMANDS + r")\s*\*?\s*\{([^{}]*)\}")
+# "cm" and the exponent of "cm^2"
+_TEXT_POWER = re.compile(_TEXT.pattern + r"(?:\s*\^\s*\{?[23]\}?)?")
 _FUNCTIONS_TEXT = "arcsin arccos arctan arccot sinh cosh tanh coth sin cos tan cot sec csc ln log lg exp sqrt"
 _FUNCTIONS = _FUNCTIONS_TEXT.split()
 _SPACES = re.compile(
@@ -134,7 +136,7 @@ def split_text(text: str) -> tuple[str, list[str], str]:
             words.append(inner)
         return rf" \{joint[1]} " if joint else (" , " if inner in (",", ";") else " ")
 
-    formula = _TEXT.sub(cut, head)
+    formula = _TEXT_POWER.sub(cut, head)
     formula = re.sub(r"(?<![a-zA-Z\\])(and|or)(?![a-zA-Z])", r" \\\1 ", formula)
     return _trim(formula), words, text.removeprefix(head)
 

@@ -8,12 +8,13 @@ arguments is given the counters as ``log_metric(name, value)``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from qerl.tasks.base import Outcome, Task
 from qerl.tasks.exact import exact_number
-from qerl.tasks.extract import extract, last_number, strip_thinking
+from qerl.tasks.extract import last_boxed, last_number, strip_thinking, tagged_answer
 from qerl.tasks.jobs import reward_job, verify_job
 from qerl.tasks.workers import RewardPool
 
@@ -119,8 +120,8 @@ class FormatReward:
     def __init__(
         self, style: str = "boxed", *, weight: float = 1.0, think_opened: bool = False, name: str = "format"
     ) -> None:
-        if style not in _KINDS:
-            raise ValueError(f"style={style!r}; known are {', '.join(_KINDS)}")
+        if style not in _FORMATS:
+            raise ValueError(f"style={style!r}; known are {', '.join(_FORMATS)}")
         self.style = style
         self.weight = weight
         self.think_opened = think_opened
@@ -131,12 +132,15 @@ class FormatReward:
         return [self.weight * self._follows(completion_text(completion)) for completion in completions]
 
     def _follows(self, text: str) -> bool:
-        found = extract(text, think_opened=self.think_opened)
-        if found is None or found.kind != _KINDS[self.style] or not _is_attempt(found.text):
+        answered = strip_thinking(text, think_opened=self.think_opened)
+        if answered is None:
+            return False
+        marked = last_boxed(answered) if self.style == "boxed" else tagged_answer(answered)
+        if marked is None or not _is_attempt(marked):
             return False
         if self.style == "think_answer_tags":
-            thinking = text.partition("</think>")[0].replace("<think>", "")
-            return "</think>" in text and any(char.isalnum() for char in thinking)
+            thinking, closed, _ = text.partition("</think>")
+            return bool(closed) and any(char.isalnum() for char in thinking.replace("<think>", ""))
         return True
 
 
@@ -220,13 +224,14 @@ def _log(
 
 def _is_attempt(text: str) -> bool:
     """Whether a marked answer is more than filler: a letter or digit in it, its braces balanced."""
+    plain = re.sub(r"\\(?:boxed|fbox|text)(?![a-zA-Z])", "", text)
     return (
-        any(char.isalnum() for char in text)
+        any(char.isalnum() for char in plain)
         and text.count("{") == text.count("}")
-        and text.strip(" .{}$\\").lower() not in _FILLER
+        and plain.strip(" .{}$\\").lower() not in _FILLER
     )
 
 
 _COUNTERS = ("timeout", "exhausted", "no_answer", "unparsable_gold")
-_KINDS = {"boxed": "boxed", "answer_tags": "answer tag", "think_answer_tags": "answer tag"}
+_FORMATS = ("boxed", "answer_tags", "think_answer_tags")
 _FILLER = frozenset({"answer", "answer here", "your answer", "final answer", "x", "number", "the number", "result"})

@@ -16,7 +16,7 @@ from typing import Any
 _DIGITS = 50
 # sympy multiplies such numbers out: powers of powers, and exponents or factorials of five digits and more
 _HUGE = re.compile(r"\^\s*\{?[-+]?\d{5,}|\d{5,}\s*\}?\s*!|\^\s*\{?\s*\d+\s*\^\s*\{?\s*\d+\s*\^|!\s*!")
-_MAX_LENGTH = 1000
+_MAX_LENGTH = 400
 # it warns on every process that its timeouts are off
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 

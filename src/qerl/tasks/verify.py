@@ -96,7 +96,7 @@ def _states(gold: Answer, other: Answer) -> bool:
     head, verb, tail = re.fullmatch(r"(.*?)(?:\b(is|are|was|were)\b\s*([^.]*))?", gold.text).groups()
     if not verb or not other.text or re.search(r"\b(?:not|no|never|neither)\b", gold.text):
         return False
-    return len(head.split()) >= 2 and tail == other.text
+    return bool(head.strip()) and tail == other.text
 
 
 def _by_math_verify(gold: Answer, other: Answer) -> Verdict:

@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 
@@ -41,7 +42,7 @@ def main(descriptor: int, limit_s: float, memory_bytes: int) -> None:
                 os._exit(0)
 
 
-def _run(index: int, function, arguments: tuple) -> tuple[int, str, object]:
+def _run(index: int, function: Callable[..., object], arguments: tuple[object, ...]) -> tuple[int, str, object]:
     try:
         return index, "ok", function(*arguments)
     except Exception as error:  # noqa: BLE001 - a process boundary: the parent raises it again
