@@ -1,6 +1,7 @@
 """Data and reward of the tiny training runs."""
 
 from datasets import Dataset
+from transformers import TrainerCallback
 
 
 def letter_reward(prompts: list, completions: list, **kwargs: object) -> list[float]:
@@ -12,3 +13,16 @@ def letter_reward(prompts: list, completions: list, **kwargs: object) -> list[fl
 def prompts_dataset(count: int = 12) -> Dataset:
     rows = [{"prompt": [{"role": "user", "content": f"say {i}"}], "answer": str(i)} for i in range(count)]
     return Dataset.from_list(rows)
+
+
+class Logs(TrainerCallback):
+    """All logged dicts, and the largest noise seen at each step's end."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict] = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:  # type: ignore[no-untyped-def]
+        self.rows.append(dict(logs))
+
+    def values(self, name: str) -> list[float]:
+        return [float(row[name]) for row in self.rows if name in row]

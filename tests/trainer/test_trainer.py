@@ -10,8 +10,8 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from tiny_models import save_tiny
-from tiny_training import letter_reward, prompts_dataset
-from transformers import AutoTokenizer, TrainerCallback
+from tiny_training import Logs, letter_reward, prompts_dataset
+from transformers import AutoTokenizer
 
 from qerl.nn.norm import aqn_norms
 from qerl.rollout.core import CompletionOutput
@@ -21,19 +21,6 @@ from qerl.trainer.parity import ParityError, effective_sample_size
 from qerl.trainer.trainer import CollapsedSamplingError, NonFiniteLossError, QeRLTrainer, RewardValueError
 
 MakeTrainer = Callable[..., QeRLTrainer]
-
-
-class Logs(TrainerCallback):
-    """All logged dicts, and the largest noise seen at each step's end."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict] = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs) -> None:  # type: ignore[no-untyped-def]
-        self.rows.append(dict(logs))
-
-    def values(self, name: str) -> list[float]:
-        return [float(row[name]) for row in self.rows if name in row]
 
 
 def run(make: MakeTrainer, **kwargs: object) -> tuple[object, Logs]:

@@ -5,6 +5,7 @@ its samples share, see :mod:`qerl.nn.packing`). On CUDA the work goes to ``torch
 the CPU, where that has no kernel, sequences of a kind are laid side by side, right-padded, one SDPA call a kind.
 """
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 PACKED_ATTENTION = "qerl_packed"
+
+# torch 2.11 groups heads without being asked; later versions want to be told.
+_VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class PackedSequences:
 def _padded_block(
     prefix_start: torch.Tensor, prefix_len: torch.Tensor, start: torch.Tensor, length: torch.Tensor
 ) -> PaddedBlock:
-    """Sequences whose keys are ``prefix_len`` rows at ``prefix_start`` and then ``length`` rows at ``start`` ([S] each)."""
+    """Sequences of [S] each: keys are ``prefix_len`` rows at ``prefix_start``, then ``length`` rows at ``start``."""
     if length.numel() == 0:
         empty = length.new_zeros(0, 0)
         return PaddedBlock(empty, empty, empty.bool(), length.new_zeros(0, 0, 0))
@@ -134,6 +138,7 @@ def _padded_attention(
 def _varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seqs: PackedSequences, scale: float, window: int | None
 ) -> torch.Tensor:
+    grouped = q.shape[1] != k.shape[1]
     # Indexing, not index_select: its backward adds the shared rows in a fixed order on CUDA.
     return varlen_attn(
         q,
@@ -145,7 +150,7 @@ def _varlen_attention(
         seqs.max_k_len,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
+        **({"enable_gqa": grouped} if _VARLEN_TAKES_GQA else {}),
     )
 
 

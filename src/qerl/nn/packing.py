@@ -1,10 +1,10 @@
 """Padding-free batches that run every prompt once per group.
 
-A group's samples share their prompt. The packed row holds each distinct prompt once (all but its last token), then one
-segment per sample: the prompt's last token and the completion without its own last token. Every token of a segment
-predicts exactly one completion token, so the head runs on segments only, and the linears of the decoder see
-``P + G C`` instead of ``G (P + C)`` tokens per group of G. Causal attention makes this exact: a prompt's hidden states do
-not depend on what follows. Segments attend to their prompt's keys and to themselves (see :mod:`qerl.nn.attention`).
+A group's samples share their prompt. The packed row holds each distinct prompt once (all but its last token), then
+one segment per sample: the prompt's last token and the completion without its own last token. Every token of a
+segment predicts exactly one completion token, so the head runs on segments only, and the linears of the decoder see
+``P + G C`` instead of ``G (P + C)`` tokens per group of G. Causal attention makes this exact: a prompt's hidden
+states do not depend on what follows. Segments attend to their prompt's keys and to themselves (see :mod:`qerl.nn.attention`).
 """
 
 from dataclasses import dataclass

@@ -161,7 +161,7 @@ class DecoderRunner:
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, kv: KVCache) -> torch.Tensor:
         """Logits fp32 [R, vocab] of the rows ``batch.logits_index``; new keys and values are written into ``kv``."""
-        hidden = F.embedding(batch.token_ids, self.embedding.weight)
+        hidden = self.embedding(batch.token_ids)
         cos, sin = self.decoder.rotary_emb(hidden, batch.positions[None])
         rope = (cos[0].unsqueeze(1), sin[0].unsqueeze(1))
         for index, layer in enumerate(self.layers):

@@ -52,7 +52,7 @@ class TransformersEngine:
         longest = max((len(p) for p in prompts), default=0)
         if longest + sampling.max_tokens > self.max_model_len:
             raise ValueError(
-                f"longest prompt {longest} + max_tokens {sampling.max_tokens} exceeds max_model_len {self.max_model_len}"
+                f"prompt of {longest} + max_tokens {sampling.max_tokens} exceeds max_model_len {self.max_model_len}"
             )
         start = time.perf_counter()
         rows = [(p, s) for p in range(len(prompts)) for s in range(sampling.n)]

@@ -48,6 +48,8 @@ _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1",
     # numerical libraries would start a thread for each core and meet the process limit
     "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+    # the C library would reserve 64 MiB of address space for each thread
+    "MALLOC_ARENA_MAX": "1",
 }  # fmt: skip
 _STACK_BYTES = 16 << 20
 _STDERR_TAIL = 4000
@@ -99,20 +101,29 @@ class Bubblewrap:
             report_read, report_write = os.pipe()
             report = stack.enter_context(os.fdopen(report_read, "rb"))
             stack.callback(os.close, report_write)
+            start_read, start_write = os.pipe()
+            stack.callback(os.close, start_read)
+            held = stack.enter_context(os.fdopen(start_write, "wb"))
+            uid = _FIRST_UID + os.getpid() * _SLOTS + next(_slots) % _SLOTS if _is_real_root() else None
             start = time.monotonic()
             process = subprocess.Popen(
-                self._command(source, rules, report_write),
+                self._command(source, rules, report_write, start_read, uid),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 env=_ENVIRONMENT,
                 cwd="/",
-                pass_fds=(source, rules, report_write),
+                pass_fds=(source, rules, report_write, start_read),
                 start_new_session=True,
             )
             # on every way out, an exception in this thread included, nothing of the program lives on
             stack.callback(_end, process)
+            if uid is not None:
+                # /dev/stdin can only be opened by the owner of the pipe
+                for stream in (process.stdin, process.stdout, process.stderr):
+                    os.fchown(stream.fileno(), uid, uid)
+            held.close()
             deadline = start + self.limits.wall_s
             stdin = program.stdin.encode("utf-8", "replace")
             streams = exchange(process, stdin, deadline, self.limits.output_bytes)
@@ -133,16 +144,15 @@ class Bubblewrap:
         status = Status.TIMEOUT if exit_code == -signal.SIGXCPU else classify(exit_code, stderr)
         return Execution(status, exit_code, stdout, stderr[-_STDERR_TAIL:], wall_s)
 
-    def _command(self, source: int, rules: int, report: int) -> list[str]:
+    def _command(self, source: int, rules: int, report: int, start: int, uid: int | None) -> list[str]:
+        """The command line: descriptors of the program, the filter, the report, the start signal; root's user id."""
         python = interpreter(self.site_packages)
-        as_root = _is_real_root()
-        command = [_tool("bwrap"), *_NAMESPACES, *(_ROOT_CAPABILITIES if as_root else _USER_NAMESPACE)]
-        command += ["--json-status-fd", str(report), "--seccomp", str(rules)]
+        command = [_tool("bwrap"), *_NAMESPACES, *(_USER_NAMESPACE if uid is None else _ROOT_CAPABILITIES)]
+        command += ["--json-status-fd", str(report), "--seccomp", str(rules), "--block-fd", str(start)]
         command += _file_system(python, source, self.limits.tmp_bytes)
         command.append("--")
-        if as_root:
-            uid = str(_FIRST_UID + os.getpid() * _SLOTS + next(_slots) % _SLOTS)
-            command += [_tool("setpriv"), "--reuid", uid, "--regid", uid, "--clear-groups", "--inh-caps=-all"]
+        if uid is not None:
+            command += [_tool("setpriv"), f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--inh-caps=-all"]
         return [*command, _tool("prlimit"), *_resource_limits(self.limits), python.executable, *FLAGS, _MAIN]
 
 
@@ -163,7 +173,9 @@ def _file_system(python: Interpreter, source: int, tmp_bytes: int) -> Iterator[s
         elif path.is_dir():
             yield from ("--ro-bind", folder, folder)
     yield from ("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache")
-    # their folders are made first: bwrap would copy modes that may keep our user id out (/root is 0700)
+    yield from ("--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", "/tmp")
+    # after /tmp, where an environment may be; their parent folders first, since bwrap would copy modes that keep our
+    # user id out (/root is 0700)
     for parent in sorted({str(parent) for mount in python.mounts for parent in PurePosixPath(mount).parents} - {"/"}):
         yield from ("--dir", parent)
     for mount in python.mounts:
@@ -171,7 +183,6 @@ def _file_system(python: Interpreter, source: int, tmp_bytes: int) -> Iterator[s
     for folder in python.hidden:
         yield from ("--tmpfs", folder, "--remount-ro", folder)
     yield from ("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev")
-    yield from ("--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", "/tmp")
     yield from ("--perms", "0444", "--ro-bind-data", str(source), _MAIN)
     yield from ("--remount-ro", "/", "--chdir", "/tmp")
 

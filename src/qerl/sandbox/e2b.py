@@ -6,12 +6,15 @@ The SDK (``pip install e2b``) is imported when a program is first run; it takes 
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 from qerl.sandbox.core import Execution, Limits, Program, SandboxError, SandboxUnavailable, Status, classify
+
+logger = logging.getLogger(__name__)
 
 _STDERR_TAIL = 4000
 _MACHINE_GRACE_S = 60
@@ -52,12 +55,15 @@ class E2B:
         except failures as error:
             raise SandboxError(f"E2B did not run the program: {error}") from error
         finally:
-            machine.kill()
+            try:
+                machine.kill()
+            except failures as error:
+                logger.warning("an E2B machine was not ended, it lives up to %d s longer: %s", lifetime_s, error)
 
     def _run(self, machine: Any, program: Program) -> Execution:
         limits = self.limits
-        machine.files.write(f"{_FOLDER}/main.py", program.source)
-        machine.files.write(f"{_FOLDER}/stdin", program.stdin)
+        machine.files.write(f"{_FOLDER}/main.py", program.source.encode("utf-8", "replace"))
+        machine.files.write(f"{_FOLDER}/stdin", program.stdin.encode("utf-8", "replace"))
         start = time.monotonic()
         # raised for every exit status but 0; a deadline of the SDK itself means that the machine is in trouble
         try:

@@ -225,9 +225,7 @@ class CodeReward:
         """
         ids = kwargs.get("id")
         if ids is None:
-            raise ValueError(
-                f"{self.__name__}: no 'id' column to find the cases by; qerl.tasks.to_dataset makes one"
-            )
+            raise ValueError(f"{self.__name__}: no 'id' column to find the cases by; qerl.tasks.to_dataset makes one")
         self.last = self._judge(ids, [completion_text(completion) for completion in completions])
         log_metric = kwargs.get("log_metric")
         if log_metric is not None:

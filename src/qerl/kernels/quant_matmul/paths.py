@@ -42,7 +42,8 @@ def dequantized_matmul(x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor 
     if alpha is not None:
         if bias is None:
             return y.addmm_(x, dense.t(), beta=0, alpha=alpha)
-        return torch.addmm(bias, x, dense.t(), alpha=alpha, out=y)
+        # Not addmm: with a bias, cuBLAS may round split-K partial sums to bf16 (seen on an H200: error 1.5x).
+        return torch.add(bias.float(), _mm_fp32(x, dense.t()), alpha=alpha).to(x.dtype)
     for rows, multiplier in _segments(weight):
         product = _mm_fp32(x, dense[rows].t()) * multiplier
         y[:, rows] = product if bias is None else product + bias[rows].float()
