@@ -25,13 +25,12 @@ TIMES = ("time_generate", "time_score", "time_train")
 
 
 def run_values(model: str, out: Path, variant: str, seed: int, steps: int) -> dict:
-    """Fields of one run: the demo's, with more steps, a lower learning rate and a full parity probe."""
+    """Fields of one run: the demo's, with more steps and a full parity probe."""
     from qerl.cli.demo import demo_values
 
     return {
         **demo_values(model, str(out), seed, steps, "auto"),
         **VARIANTS[variant],
-        "learning_rate": 1e-4,
         "num_stages": 10,
         "parity_tokens": 512,
         "reward_workers": 1,

@@ -17,6 +17,7 @@ files in /tmp (bounded by CPU time alone), and timing side channels.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -29,11 +30,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 from qerl.sandbox.core import Execution, Limits, Program, SandboxError, SandboxUnavailable, Status, classify
 from qerl.sandbox.interpreter import FLAGS, SYSTEM_FOLDERS, Interpreter, interpreter
 from qerl.sandbox.seccomp import filter_bytes
 from qerl.sandbox.streams import End, exchange
+
+logger = logging.getLogger(__name__)
 
 INSTALL_HINT = (
     "install bubblewrap 0.8 or newer (Debian, Ubuntu: apt-get install bubblewrap; Fedora: dnf install bubblewrap) and "
@@ -41,7 +45,7 @@ INSTALL_HINT = (
     "bwrap, a container --security-opt seccomp=unconfined --security-opt systempaths=unconfined; "
     "or use a remote executor (Piston, E2B)"
 )
-_TOOLS = ("bwrap", "prlimit", "setpriv")
+_PACKAGES = {"bwrap": "bubblewrap", "prlimit": "util-linux", "setpriv": "util-linux", "timeout": "coreutils"}
 _MAIN = "/main.py"
 # all that the program, and bubblewrap itself (whose own environment is in /proc/1/environ), get to see
 _ENVIRONMENT = {
@@ -54,6 +58,9 @@ _ENVIRONMENT = {
 _STACK_BYTES = 16 << 20
 _STDERR_TAIL = 4000
 _END_LIMIT_S = 5.0
+# bwrap binds the inside to its parent only at the end of its set-up: a program whose parent (the training) was killed
+# within those milliseconds ends by itself, this long after its deadline
+_ORPHAN_S = 2.0
 # ids nobody has, one for each run at a time: a process counts 256 of its own
 _FIRST_UID = 1 << 30
 _SLOTS = 256
@@ -96,34 +103,31 @@ class Bubblewrap:
 
     def _run(self, program: Program) -> Execution:
         with ExitStack() as stack:
-            source = _memory_file(stack, program.source.encode("utf-8", "replace"))
             rules = _memory_file(stack, filter_bytes())
-            report_read, report_write = os.pipe()
-            report = stack.enter_context(os.fdopen(report_read, "rb"))
-            stack.callback(os.close, report_write)
-            start_read, start_write = os.pipe()
-            stack.callback(os.close, start_read)
-            held = stack.enter_context(os.fdopen(start_write, "wb"))
+            source_read, source = _pipe(stack)
+            report, report_write = _pipe(stack)
             uid = _FIRST_UID + os.getpid() * _SLOTS + next(_slots) % _SLOTS if _is_real_root() else None
             start = time.monotonic()
             process = subprocess.Popen(
-                self._command(source, rules, report_write, start_read, uid),
+                self._command(source_read.fileno(), rules, report_write.fileno(), uid),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 env=_ENVIRONMENT,
                 cwd="/",
-                pass_fds=(source, rules, report_write, start_read),
+                pass_fds=(source_read.fileno(), rules, report_write.fileno()),
                 start_new_session=True,
             )
             # on every way out, an exception in this thread included, nothing of the program lives on
             stack.callback(_end, process)
+            source_read.close()
+            report_write.close()
             if uid is not None:
-                # /dev/stdin can only be opened by the owner of the pipe
+                # /dev/stdin can only be opened by the owner of the pipe; bwrap waits for the program meanwhile
                 for stream in (process.stdin, process.stdout, process.stderr):
                     os.fchown(stream.fileno(), uid, uid)
-            held.close()
+            _write(program.source.encode("utf-8", "replace"), source)
             deadline = start + self.limits.wall_s
             stdin = program.stdin.encode("utf-8", "replace")
             streams = exchange(process, stdin, deadline, self.limits.output_bytes)
@@ -144,15 +148,16 @@ class Bubblewrap:
         status = Status.TIMEOUT if exit_code == -signal.SIGXCPU else classify(exit_code, stderr)
         return Execution(status, exit_code, stdout, stderr[-_STDERR_TAIL:], wall_s)
 
-    def _command(self, source: int, rules: int, report: int, start: int, uid: int | None) -> list[str]:
-        """The command line: descriptors of the program, the filter, the report, the start signal; root's user id."""
+    def _command(self, source: int, rules: int, report: int, uid: int | None) -> list[str]:
+        """The command line: descriptors of the program, the filter and the report; the user id under root."""
         python = interpreter(self.site_packages)
         command = [_tool("bwrap"), *_NAMESPACES, *(_USER_NAMESPACE if uid is None else _ROOT_CAPABILITIES)]
-        command += ["--json-status-fd", str(report), "--seccomp", str(rules), "--block-fd", str(start)]
+        command += ["--json-status-fd", str(report), "--seccomp", str(rules)]
         command += _file_system(python, source, self.limits.tmp_bytes)
         command.append("--")
         if uid is not None:
             command += [_tool("setpriv"), f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--inh-caps=-all"]
+        command += [_tool("timeout"), "--foreground", "--signal=KILL", f"{self.limits.wall_s + _ORPHAN_S:g}"]
         return [*command, _tool("prlimit"), *_resource_limits(self.limits), python.executable, *FLAGS, _MAIN]
 
 
@@ -175,7 +180,7 @@ def _file_system(python: Interpreter, source: int, tmp_bytes: int) -> Iterator[s
     yield from ("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache")
     yield from ("--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", "/tmp")
     # after /tmp, where an environment may be; their parent folders first, since bwrap would copy modes that keep our
-    # user id out (/root is 0700)
+    # user id out (root's home is 0700)
     for parent in sorted({str(parent) for mount in python.mounts for parent in PurePosixPath(mount).parents} - {"/"}):
         yield from ("--dir", parent)
     for mount in python.mounts:
@@ -193,7 +198,8 @@ def _resource_limits(limits: Limits) -> tuple[str, ...]:
         f"--cpu={limits.cpu_s}:{limits.cpu_s + 1}",
         f"--as={limits.memory_bytes}",
         f"--stack={min(_STACK_BYTES, limits.memory_bytes)}",
-        f"--nproc={limits.processes}",
+        # one more for the process that watches the deadline inside
+        f"--nproc={limits.processes + 1}",
         f"--fsize={limits.file_bytes}",
         f"--nofile={limits.open_files}",
         "--core=0",
@@ -210,12 +216,11 @@ def _is_real_root() -> bool:
     return Path("/proc/self/uid_map").read_text(encoding="ascii").split() == ["0", "0", "4294967295"]
 
 
-@lru_cache(maxsize=len(_TOOLS))
+@lru_cache(maxsize=len(_PACKAGES))
 def _tool(name: str) -> str:
     path = shutil.which(name)
     if path is None:
-        package = "bubblewrap" if name == "bwrap" else "util-linux"
-        raise SandboxUnavailable(f"{name} is not installed (package {package})")
+        raise SandboxUnavailable(f"{name} is not installed (package {_PACKAGES[name]})")
     return path
 
 
@@ -242,6 +247,23 @@ def _memory_file(stack: ExitStack, data: bytes) -> int:
         view = view[os.write(descriptor, view) :]
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
+
+
+def _pipe(stack: ExitStack) -> tuple[BinaryIO, BinaryIO]:
+    """The reading and the writing end of a pipe, closed with the stack."""
+    reading, writing = os.pipe()
+    return stack.enter_context(os.fdopen(reading, "rb")), stack.enter_context(os.fdopen(writing, "wb", 0))
+
+
+def _write(data: bytes, pipe: BinaryIO) -> None:
+    """Write all of it and close."""
+    view = memoryview(data)
+    try:
+        while view:
+            view = view[pipe.write(view) :]
+    except BrokenPipeError:
+        logger.debug("bwrap ended before it had read the program; its status says why")
+    pipe.close()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
