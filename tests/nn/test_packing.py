@@ -54,8 +54,9 @@ def packed_logprobs(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tenso
         packed_sequences=packed.sequences,
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
     ).logits[0]
-    labels = packed.labels.clamp(min=0)
-    return packed.unpack(torch.log_softmax(logits, -1).gather(1, labels[:, None])[:, 0])
+    scored = packed.labels >= 0
+    labels = packed.labels[scored, None]
+    return packed.unpack(torch.log_softmax(logits[scored], -1).gather(1, labels)[:, 0])
 
 
 BATCHES = {

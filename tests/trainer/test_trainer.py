@@ -289,3 +289,25 @@ def test_a_batch_without_ids_of_its_own_is_a_dataset(trainer: MakeTrainer) -> No
     )
     made.train()
     assert made.state.global_step == 1
+
+
+def test_micro_batches_hold_whole_groups_and_give_the_same_gradient(trainer: MakeTrainer) -> None:
+    """DAPO's loss does not depend on how the generated batch is split; prompts are then run once per group."""
+    losses, distinct = [], []
+    for size, accumulation in ((16, 1), (4, 4)):
+        made = trainer(
+            max_steps=1, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation, aqn_schedule="none"
+        )
+        logs = Logs()
+        made.add_callback(logs)
+        real = made._compute_loss
+
+        def counting(model, inputs, real=real):  # type: ignore[no-untyped-def]
+            distinct.append(len({tuple(row) for row in inputs["prompt_ids"].tolist()}))
+            return real(model, inputs)
+
+        made._compute_loss = counting
+        made.train()
+        losses.append(logs.values("grad_norm")[0])
+    assert distinct == [4, 1, 1, 1, 1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

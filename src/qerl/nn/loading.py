@@ -16,7 +16,7 @@ from qerl.formats.base import get_format
 from qerl.formats.checkpoint import CheckpointReader
 from qerl.nn.attention import PACKED_ATTENTION
 from qerl.nn.group import WeightGroup
-from qerl.nn.surgery import ProjectionGroup, find_projection_groups, install_group, install_norms
+from qerl.nn.surgery import ProjectionGroup, find_projection_groups, install_group, install_mlps, install_norms
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +174,7 @@ def load_model(
     _load_rest(model, reader, dtype, device)
     _tie_head(model, config, reader)
     install_norms(model)
+    install_mlps(model)
     left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.device.type == "meta"]
     if left:
         raise ModelLoadError(f"{len(left)} tensors were not loaded from {path}: {', '.join(left[:5])}")

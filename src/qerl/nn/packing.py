@@ -4,7 +4,8 @@ A group's samples share their prompt. The packed row holds each distinct prompt 
 one segment per sample: the prompt's last token and the completion without its own last token. Every token of a
 segment predicts exactly one completion token, so the head runs on segments only, and the linears of the decoder see
 ``P + G C`` instead of ``G (P + C)`` tokens per group of G. Causal attention makes this exact: a prompt's hidden
-states do not depend on what follows. Segments attend to their prompt's keys and to themselves (see :mod:`qerl.nn.attention`).
+states do not depend on what follows. Segments attend to their prompt's keys and to themselves (see
+:mod:`qerl.nn.attention`).
 """
 
 from dataclasses import dataclass
@@ -33,9 +34,8 @@ class PackedBatch:
     completion_mask: torch.Tensor
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
-        """Per-token outputs [T] to [B, C], zero on padding."""
-        wanted = values[self.labels != -100]
-        return values.new_zeros(self.completion_mask.shape).masked_scatter(self.completion_mask, wanted)
+        """Outputs of the scored rows (labels >= 0), in order, to [B, C]; zero on padding."""
+        return values.new_zeros(self.completion_mask.shape).masked_scatter(self.completion_mask, values)
 
 
 def pack_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_len: int) -> PackedBatch:

@@ -3,7 +3,7 @@
 Replacement is by explicit projection names, never by substring; what was replaced is returned and counted.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from qerl.formats.base import FUSED_GROUPS
 from qerl.nn.group import WeightGroup
 from qerl.nn.linear import QuantLinear
+from qerl.nn.mlp import GatedMLP, is_silu_mlp
 from qerl.nn.norm import RMSNorm
 
 # Projections of a decoder layer that share no input with another one.
@@ -87,12 +88,17 @@ def install_norms(model: nn.Module) -> list[str]:
     return replaced
 
 
+def install_mlps(model: nn.Module) -> list[str]:
+    """Give every stock SiLU MLP one rounding between its matmuls (mutates the model); returns their names."""
+    replaced = []
+    for name, module in list(model.named_modules()):
+        if is_silu_mlp(module):
+            parent = model.get_submodule(name.rpartition(".")[0])
+            setattr(parent, name.rpartition(".")[2], GatedMLP(module))
+            replaced.append(name)
+    return replaced
+
+
 def quant_groups(model: nn.Module) -> dict[str, WeightGroup]:
     """All weight groups of a model by name."""
     return {name: m for name, m in model.named_modules() if isinstance(m, WeightGroup)}
-
-
-def apply_to_groups(model: nn.Module, fn: Callable[[WeightGroup], None]) -> None:
-    """Call ``fn`` on every weight group."""
-    for group in quant_groups(model).values():
-        fn(group)

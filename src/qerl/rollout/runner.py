@@ -8,13 +8,16 @@ that engine and trainer log-probs differ by summation order only.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from qerl.kernels.rms_norm import add_rms_norm
+from qerl.kernels.silu_mul import silu_mul
 from qerl.nn.group import WeightGroup
+from qerl.nn.head import fp32_logits
 from qerl.nn.linear import QuantLinear
 from qerl.nn.lora import LoraQuantLinear
+from qerl.nn.mlp import GatedMLP
 from qerl.nn.norm import RMSNorm
 from qerl.rollout.attention import paged_attention
 from qerl.rollout.core import ForwardBatch
@@ -120,8 +123,8 @@ class DecoderRunner:
 
     def _layer(self, layer: nn.Module) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        if type(mlp.act_fn).__name__ not in ("SiLUActivation", "SiLU"):
-            raise UnsupportedArchitectureError(f"activation {type(mlp.act_fn).__name__} is not SiLU")
+        if not isinstance(mlp, GatedMLP):
+            raise UnsupportedArchitectureError(f"{type(mlp).__name__} is no gated MLP with SiLU")
         return Layer(
             input_norm=_norm(layer.input_layernorm),
             qkv=FusedLinear([attention.q_proj, attention.k_proj, attention.v_proj], self.shadows),
@@ -164,20 +167,18 @@ class DecoderRunner:
         hidden = self.embedding(batch.token_ids)
         cos, sin = self.decoder.rotary_emb(hidden, batch.positions[None])
         rope = (cos[0].unsqueeze(1), sin[0].unsqueeze(1))
-        for index, layer in enumerate(self.layers):
-            hidden = hidden + self._attend(layer, index, layer.input_norm(hidden), rope, batch, kv)
-            gate, up = layer.gate_up(layer.post_norm(hidden)).chunk(2, dim=-1)
-            hidden = hidden + layer.down(F.silu(gate) * up)
-        return self._logits(self.final_norm(hidden[batch.logits_index]))
+        normed = self.layers[0].input_norm(hidden)
+        following = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
+        for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
+            attended = self._attend(layer, index, normed, rope, batch, kv)
+            normed, hidden = _add_norm(attended, hidden, layer.post_norm)
+            normed, hidden = _add_norm(layer.down(silu_mul(layer.gate_up(normed))), hidden, next_norm)
+        return fp32_logits(normed[batch.logits_index], self.head.weight)
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """fp32 logits; bf16 logits (8 significant bits) would cost 0.03 in a log-prob."""
-        weight = self.head.weight
-        if hidden.is_cuda and hidden.dtype != torch.float32:
-            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-        if hidden.dtype != torch.float32:
-            return F.linear(hidden.float(), weight.float())
-        return F.linear(hidden, weight)
+
+def _add_norm(x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(residual + x), residual + x) in one pass."""
+    return add_rms_norm(x, residual, norm.weight, norm.noise, norm.variance_epsilon)
 
 
 def _norm(module: nn.Module) -> RMSNorm:

@@ -6,6 +6,7 @@ fields that steer a vLLM process are refused with the replacement named.
 """
 
 import dataclasses
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from trl import GRPOConfig
 
 from qerl.rl.schedule import SCHEDULES, NoiseSchedule
+
+logger = logging.getLogger(__name__)
 
 ROLLOUT_BACKENDS = ("auto", "engine", "transformers")
 AQN_SCOPES = ("rollout", "both")
@@ -136,6 +139,8 @@ class QeRLConfig(GRPOConfig):
         self._refuse_replaced_fields()
         if self.gradient_checkpointing is None:
             self.gradient_checkpointing = torch.cuda.is_available() and not self.use_cpu
+        if self.use_cpu or not torch.cuda.is_available():
+            self.dataloader_pin_memory = False
         if self.num_generations is not None and self.num_generations < 2:
             raise ConfigError(
                 f"num_generations={self.num_generations}: a group of one has no baseline, so every advantage is 0. "
@@ -172,6 +177,11 @@ class QeRLConfig(GRPOConfig):
         for name in ("lora_r", "max_num_seqs", "min_ess_patience"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.aqn_schedule not in ("none", "constant") and 0 < self.max_steps < self.num_stages:
+            logger.warning(
+                "max_steps=%d is less than num_stages=%d: some noise stages are skipped, the first (no noise) too",
+                self.max_steps, self.num_stages,
+            )  # fmt: skip
         self._check_save_boundary()
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:

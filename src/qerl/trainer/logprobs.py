@@ -1,7 +1,7 @@
 """Trainer log-probs: one padding-free forward, every prompt once, the LM head on completion tokens only.
 
-The head is TRL's fused one (``add_fused_lm_head``): log-probs and entropies in tiles, never ``[B, T, vocab]``; it
-divides the logits by the sampling temperature, so that an unchanged policy has ratio 1 at any temperature.
+The head (:mod:`qerl.nn.head`) divides the logits by the sampling temperature, so that an unchanged policy has ratio 1
+at any temperature, and never holds ``[B, T, vocab]``.
 """
 
 import torch
@@ -16,7 +16,7 @@ def packed_logprobs(
     """Log-probs and entropies of the last ``completion_len`` columns.
 
     Args:
-        model: model with TRL's fused head; called with ``fused_lm_head=True``.
+        model: model with a scoring head (see :func:`qerl.nn.head.install_scoring_head`), wrapped or not.
         input_ids: int64 [B, L], prompts left-padded and completions right-padded.
         attention_mask: [B, L].
         completion_len: C.
@@ -32,14 +32,13 @@ def packed_logprobs(
         mask = mask.clone()
         mask[0, -completion_len] = 1
     batch = pack_batch(input_ids, mask, completion_len)
-    outputs = model(
+    scored = model(
         input_ids=batch.input_ids[None],
         position_ids=batch.position_ids[None],
         packed_sequences=batch.sequences,
         # Transformers passes 4-D masks through; any other would be expanded to [T, T] (ours ignores it).
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
-        shift_labels=batch.labels[None],
-        fused_lm_head=True,
+        score_labels=batch.labels,
     )
-    logprobs, entropies = (batch.unpack(values[0].float()) for values in (outputs.log_probs, outputs.entropy))
+    logprobs, entropies = (batch.unpack(values) for values in scored)
     return (logprobs * 0.0, entropies * 0.0) if nothing_to_score else (logprobs, entropies)

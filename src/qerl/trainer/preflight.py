@@ -9,6 +9,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from qerl.nn.memory import model_memory
+from qerl.rollout.engine import RolloutEngine
+from qerl.rollout.kv_cache import bytes_per_block, worst_case_blocks
 from qerl.trainer.config import ConfigError, QeRLConfig
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,17 @@ def check_prompts(
     return kept, max(length for row, length in enumerate(lengths) if row not in drop)
 
 
+def kv_cache_bytes(engine: RolloutEngine, rows: int, prompt_len: int, max_model_len: int) -> int:
+    """Bytes of the KV cache that a rollout of ``rows`` samples takes at most (every sample at full length)."""
+    runner, config = engine.runner, engine.config
+    per_block = bytes_per_block(
+        runner.num_layers, config.block_size, runner.num_kv_heads, runner.head_dim, runner.dtype
+    )
+    running = min(rows, config.max_num_seqs)
+    completion = max_model_len - prompt_len
+    return per_block * worst_case_blocks([prompt_len] * running, 1, completion, config.block_size, running)
+
+
 def memory_table(model: nn.Module, shadow_bytes: int, kv_bytes: int) -> list[tuple[str, float]]:
     """(label, GiB) rows of what is held before the first step."""
     rows = model_memory(model).rows()
@@ -74,7 +87,7 @@ def memory_table(model: nn.Module, shadow_bytes: int, kv_bytes: int) -> list[tup
     rows += [
         ("gradients and AdamW states (at most)", 3 * trainable),
         ("LoRA shadows of the engine", shadow_bytes),
-        ("KV cache", kv_bytes),
+        ("KV cache (at most, every sample at full length)", kv_bytes),
     ]
     return [(label, size / _GIB) for label, size in rows]
 
@@ -98,7 +111,9 @@ def try_worst_case(trainer: Any, prompt_len: int, table: str) -> None:
     args, model = trainer.args, trainer.model
     completion_len = trainer.max_completion_length
     shape = (args.per_device_train_batch_size, prompt_len + completion_len)
+    # Different first tokens, so that no two rows share a prompt.
     ids = torch.zeros(shape, dtype=torch.long, device=trainer.accelerator.device)
+    ids[:, 0] = torch.arange(shape[0], device=ids.device) % model.config.vocab_size
     was_training = model.training
     model.train()
     try:

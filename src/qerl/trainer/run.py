@@ -9,7 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 from qerl.evaluation.result import EvalResult
@@ -46,8 +53,9 @@ class StopOnSignal(TrainerCallback):
         self.received = True
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Save and stop once the signal came."""
-        if self.received:
+        """Save and stop once the signal came, at the next boundary between two generations."""
+        at_boundary = state.global_step % args.updates_per_generation == 0
+        if self.received and at_boundary:
             control.should_save = True
             control.should_training_stop = True
 
@@ -129,6 +137,8 @@ class Run:
         run, stop = self.run, StopOnSignal()
         trainer.add_callback(RunLogger(trainer, self.show, run_values=asdict(run)))
         trainer.add_callback(stop)
+        for noisy in (PrinterCallback, ProgressCallback):  # the live line replaces them
+            trainer.remove_callback(noisy)
         summary: dict[str, Any] = {"model": run.model, "task": run.task}
         if run.evaluate_before and self.checkpoint is None:
             summary["before"] = self._evaluate(trainer, BEFORE_DIR)

@@ -23,16 +23,19 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOTrainer
 
 from qerl.nn.attention import PACKED_ATTENTION
+from qerl.nn.head import install_scoring_head
 from qerl.nn.loading import load_model
 from qerl.nn.lora import LoraQuantLinear, prepare_lora_config
 from qerl.nn.norm import aqn_norms
 from qerl.rl.aqn import NoiseInjector
 from qerl.rollout.build import make_engine
+from qerl.rollout.engine import RolloutEngine
 from qerl.trainer.bridge import RolloutBridge
 from qerl.trainer.config import ConfigError, QeRLConfig
 from qerl.trainer.logprobs import packed_logprobs
 from qerl.trainer.parity import effective_sample_size
-from qerl.trainer.preflight import check_prompts, format_memory_table, memory_table, try_worst_case
+from qerl.trainer.preflight import check_prompts, format_memory_table, kv_cache_bytes, memory_table, try_worst_case
+from qerl.trainer.regroup import regroup
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +144,7 @@ class QeRLTrainer(GRPOTrainer):
         # A tool call appends to the prompt at most what the completion budget allows, then samples again.
         turns = 2 if self.tools else 1
         max_model_len = prompt_len + turns * self.max_completion_length
+        install_scoring_head(_causal_model(policy), self.temperature)
         memory_bytes = None if args.kv_cache_gb is None else int(args.kv_cache_gb * 1024**3)
         self.engine = make_engine(
             policy,
@@ -155,9 +159,12 @@ class QeRLTrainer(GRPOTrainer):
         self.use_vllm = True  # from here on TRL samples through the bridge
         self.vllm_mode = "colocate"
         self._last_loaded_step = -1
-        shadows = getattr(getattr(self.engine, "runner", None), "shadows", None)
-        rows = memory_table(policy, shadows.bytes if shadows else 0, memory_bytes or 0)
-        table = format_memory_table(rows)
+        shadow_bytes, kv_bytes = 0, 0
+        if isinstance(self.engine, RolloutEngine):
+            shadow_bytes = self.engine.runner.shadows.bytes
+            rows = args.per_device_train_batch_size * args.steps_per_generation
+            kv_bytes = memory_bytes or kv_cache_bytes(self.engine, rows, prompt_len, max_model_len)
+        table = format_memory_table(memory_table(policy, shadow_bytes, kv_bytes))
         logger.info(table)
         try_worst_case(self, prompt_len, table)
 
@@ -199,6 +206,15 @@ class QeRLTrainer(GRPOTrainer):
         ]
         logps = torch.cat([p[0] for p in parts])
         return logps, torch.cat([p[1] for p in parts]) if compute_entropy else None, None
+
+    def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
+        """TRL's, with the rows of a freshly generated batch dealt to the micro-batches by whole groups."""
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if not self.model.training or self._buffered_inputs is before:
+            return inputs
+        self._buffered_inputs = regroup(self._buffered_inputs)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's generation and scoring, plus effective sample size and policy mismatch in the metrics."""
@@ -321,6 +337,10 @@ class _TimedReward:
         """Seconds since the last call (resets)."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
+
+
+def _causal_model(policy: nn.Module) -> PreTrainedModel:
+    return policy.get_base_model() if hasattr(policy, "get_base_model") else policy
 
 
 def _as_list(value: Any) -> list[Any]:
