@@ -82,10 +82,6 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=6)
     parser.add_argument("--commit", default="unknown")
     args = parser.parse_args()
-    jobs = [(variant, seed) for seed in range(args.seeds) for variant in VARIANTS]
-    with concurrent.futures.ThreadPoolExecutor(args.parallel) as pool:
-        futures = [pool.submit(run_one, args.model, args.folder, v, s, args.steps) for v, s in jobs]
-        results = [future.result() for future in futures]
     from qerl.evaluation.environment import describe_environment
 
     document = {
@@ -94,19 +90,28 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "environment": describe_environment(),
         "steps": args.steps,
-        "runs": results,
+        "runs": [],
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(document))
-    for result in results:
-        if "error" in result:
-            print(f"{result['variant']:14} seed {result['seed']}  FAILED {result['error']}")
-            continue
-        print(
-            f"{result['variant']:14} seed {result['seed']}  {result['before']['accuracy']:.3f} -> "
-            f"{result['after']['accuracy']:.3f}  mismatch {result['mismatch_mean_after_20_steps']:.2e}  "
-            f"train {result['seconds']['train']:.0f} s  {result['memory_gb']:.2f} GB"
-        )
+    jobs = [(variant, seed) for seed in range(args.seeds) for variant in VARIANTS]
+    with concurrent.futures.ThreadPoolExecutor(args.parallel) as pool:
+        futures = [pool.submit(run_one, args.model, args.folder, v, s, args.steps) for v, s in jobs]
+        for future in concurrent.futures.as_completed(futures):
+            document["runs"].append(future.result())
+            args.out.write_text(json.dumps(document))  # after every run: a session may end early
+            print(describe(document["runs"][-1]), flush=True)
+
+
+def describe(result: dict) -> str:
+    """One line about a finished run."""
+    head = f"{result['variant']:14} seed {result['seed']}"
+    if "error" in result:
+        return f"{head}  FAILED {result['error']}"
+    return (
+        f"{head}  {result['before']['accuracy']:.3f} -> {result['after']['accuracy']:.3f}  mismatch "
+        f"{result['mismatch_mean_after_20_steps']:.2e}  train {result['seconds']['train']:.0f} s  "
+        f"{result['memory_gb']:.2f} GB"
+    )
 
 
 if __name__ == "__main__":

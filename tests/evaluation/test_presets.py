@@ -8,7 +8,7 @@ from qerl.evaluation.presets import LIGHTEVAL_MATH_PROMPT, MAX_PROMPT_TOKENS, PR
 from qerl.evaluation.runner import evaluate
 from qerl.rollout.core import SamplingParams
 from qerl.tasks.prompts import prompt_template
-from qerl.tasks.registry import BENCHMARKS
+from qerl.tasks.benchmarks import BENCHMARKS
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

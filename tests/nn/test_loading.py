@@ -58,9 +58,11 @@ def test_the_packed_bytes_are_resident_once(tiny_checkpoints: dict[str, Path]) -
     linears = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128  # two layers below
     expected = 2 * (linears // 2 + linears // 16 + 4 * 16)  # 4 groups a layer, aligned global scales
     assert memory.packed_weights == expected
-    assert memory.dense_cache == 0
+    assert memory.dense_cache == 2 * linears * 4
     model(IDS)
-    assert model_memory(model).dense_cache == 2 * linears * 4
+    kept = [group._dense for group in quant_groups(model).values()]
+    assert sum(t.numel() * t.element_size() for t in kept) == memory.dense_cache
+    assert model_memory(load(tiny_checkpoints["llama"])).dense_cache == 0
     assert not any(p.requires_grad for p in model.parameters())
 
 

@@ -125,7 +125,7 @@ class TestFiles:
             {"id": "uneven", "question": "Q", "input": [], "output": ["1"]},
         ]
         task = code_task_from_file(write(rows))
-        assert task.report.unparsable == ("none", "uneven")
+        assert task.report.excluded == (("none", "no test cases"), ("uneven", "0 of input but 1 of output"))
         assert "2 of 4 rows left out (none: no test cases; uneven: 0 of input but 1 of output)" in caplog.text
 
     def test_repeated_questions_are_dropped(self, write):

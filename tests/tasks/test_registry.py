@@ -23,7 +23,7 @@ def write(path, rows):
 def test_benchmarks_from_a_local_folder(shared_dir, name, train, test):
     task = load_task(name, data_dir=shared_dir / "data")
     assert (len(task.train), len(task.test)) == (train, test)
-    assert task.report.unparsable == ()
+    assert task.report.excluded == ()
     example = task.test[0]
     assert task.score(example, f"so \\boxed{{{example.answer}}}").correct == 1.0
     assert task.score(example, "so \\boxed{-987654}").correct == 0.0
@@ -99,7 +99,7 @@ def test_unparsable_golds_are_left_out_and_counted(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         task = load_task(write(tmp_path / "a.jsonl", rows))
     assert [e.answer for e in task.train] == ["1", "2"]
-    assert len(task.report.unparsable) == 2
+    assert [name for name, _ in task.report.excluded] == ["a-000002", "a-000003"]
     assert "2 of 4 rows left out" in caplog.text
 
 

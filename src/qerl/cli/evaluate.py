@@ -2,23 +2,38 @@
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from qerl.cli.options import Adapter, Device, MaxModelLen, MaxNewTokens, Model, Seed, Temperature, Weights
+from qerl.cli.options import Adapter, Device, MaxModelLen, Model, Seed, Weights
 
 if TYPE_CHECKING:
     from qerl.evaluation.result import EvalResult
     from qerl.tasks.base import Task
 
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
-
+# how tasks without a preset are sampled where nothing is said
+_SAMPLING: dict[str, int | float] = {"n": 1, "temperature": 0.0, "top_p": 1.0, "max_new_tokens": 512}
 
 Tasks = Annotated[
-    str, typer.Option(help="Comma-separated: gsm8k, math500, reasoning_gym:NAME, a .jsonl or .parquet file.")
+    str | None,
+    typer.Option(help="Comma-separated: gsm8k, math500, reasoning_gym:NAME, code:FILE, a .jsonl or .parquet file."),
 ]
-Samples = Annotated[int, typer.Option("--n", min=1, help="Samples per problem (above 1: temperature > 0).")]
+Presets = Annotated[
+    str | None,
+    typer.Option(
+        "--preset",
+        help="Instead of --tasks: benchmarks with prompt, n, temperature, top-p and token limit as documented in "
+        "qerl.evaluation.presets; gsm8k, math500, aime24, aime25, amc23. Options given here win.",
+    ),
+]
+Samples = Annotated[
+    int | None, typer.Option("--n", min=1, help="Samples per problem (above 1: temperature > 0); default 1.")
+]
+Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 is greedy, and the default.")]
+TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling; default 1, off.")]
+MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Token limit of a completion; default 512.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Only the first problems of each task.")]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Problems per batch and write.")]
 TaskOptions = Annotated[
@@ -28,14 +43,23 @@ Out = Annotated[Path | None, typer.Option(help="Results folder; default evals/MO
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start over instead of continuing stored results.")]
 
 
+class Planned(NamedTuple):
+    """A task to evaluate, with ``n``, ``temperature``, ``top_p`` and ``max_new_tokens``."""
+
+    task: "Task"
+    sampling: dict[str, Any]
+
+
 def evaluate(
     model: Model,
-    tasks: Tasks,
+    tasks: Tasks = None,
+    preset: Presets = None,
     adapter: Adapter = None,
     weights: Weights = "auto",
-    n: Samples = 1,
-    temperature: Temperature = 0.0,
-    max_new_tokens: MaxNewTokens = 512,
+    n: Samples = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    max_new_tokens: MaxNewTokens = None,
     limit: Limit = None,
     seed: Seed = 0,
     batch_size: BatchSize = None,
@@ -46,30 +70,31 @@ def evaluate(
     max_model_len: MaxModelLen = None,
 ) -> None:
     """Evaluate a model on tasks: accuracy with 95 % intervals, pass@k, maj@k; keeps every completion."""
-    if n > 1 and temperature == 0:
-        raise ValueError(f"--n {n} at temperature 0 makes {n} equal samples; set --temperature above 0")
+    given = {"n": n, "temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
     # Before the model is loaded: an unknown task or a bad option must not cost minutes.
-    loaded = load_tasks(tasks, task_option or [])
+    planned = plan(tasks, preset, task_option or [], {name: value for name, value in given.items() if value is not None})
     folder = out or Path("evals") / _folder_name(model, adapter)
 
     from qerl.cli.progress import quiet_libraries
+    from qerl.evaluation.eval_report import write_eval_report
     from qerl.evaluation.fingerprint import model_fingerprint
+    from qerl.evaluation.presets import MAX_PROMPT_TOKENS
     from qerl.evaluation.runner import evaluate as run_evaluation
     from qerl.rollout.build import build_engine
 
     quiet_libraries()
+    if preset is not None and max_model_len is None:
+        max_model_len = MAX_PROMPT_TOKENS + max(sampling["max_new_tokens"] for _, sampling in planned)
     source = {"weights": weights, "adapter": None if adapter is None else str(adapter)}
     engine, tokenizer, _ = build_engine(model, **source, device=device, max_model_len=max_model_len)
     results = []
-    for task in loaded:
+    for task, sampling in planned:
         with _progress(task.name) as progress:
             result = run_evaluation(
                 engine,
                 tokenizer,
                 task,
-                n=n,
-                temperature=temperature,
-                max_new_tokens=max_new_tokens,
+                **sampling,
                 limit=limit,
                 seed=seed,
                 batch_size=batch_size,
@@ -82,11 +107,42 @@ def evaluate(
             )
         results.append(result)
     _print_table(results)
-    typer.echo(f"results: {folder}")
+    typer.echo(f"results: {folder}\nreport:  {write_eval_report(folder)}")
 
 
-def load_tasks(tasks: str, pairs: list[str]) -> "list[Task]":
-    """The tasks of a comma-separated list, each with the options ``pairs``.
+def plan(tasks: str | None, preset: str | None, pairs: list[str], given: dict[str, Any]) -> list[Planned]:
+    """What ``--tasks`` or ``--preset`` asks for, under the task options ``pairs`` and the sampling options ``given``.
+
+    Raises:
+        ValueError: both or neither of the two, an unknown name or option, or several greedy samples.
+    """
+    from qerl.evaluation.presets import get_preset
+
+    if (tasks is None) == (preset is None):
+        raise ValueError("give either --tasks or --preset; for example --tasks gsm8k,reasoning_gym:chain_sum")
+    if preset is None:
+        planned = [Planned(task, _SAMPLING | given) for task in load_tasks(tasks or "", pairs)]
+    else:
+        chosen = [get_preset(name.strip()) for name in preset.split(",")]
+        planned = [
+            Planned(load_tasks(p.task, pairs, p.task_options())[0], p.sampling() | given) for p in chosen
+        ]
+    for task, sampling in planned:
+        if sampling["temperature"] == 0 and sampling["n"] > 1:
+            raise ValueError(
+                f"{task.name}: --n {sampling['n']} at temperature 0 makes {sampling['n']} equal samples; set "
+                "--temperature above 0, or --n 1"
+            )
+        if sampling["temperature"] == 0 and sampling["top_p"] < 1:
+            raise ValueError(
+                f"{task.name}: --top-p {sampling['top_p']:g} has no effect at temperature 0; set --temperature above "
+                "0, or --top-p 1"
+            )
+    return planned
+
+
+def load_tasks(tasks: str, pairs: list[str], defaults: dict[str, Any] | None = None) -> "list[Task]":
+    """The tasks of a comma-separated list, each with the options ``pairs``, or else ``defaults``.
 
     Raises:
         ValueError: no task, an unknown one, or a bad option.
@@ -96,7 +152,7 @@ def load_tasks(tasks: str, pairs: list[str]) -> "list[Task]":
     specs = [spec.strip() for spec in tasks.split(",") if spec.strip()]
     if not specs:
         raise ValueError("--tasks names no task; for example --tasks gsm8k,reasoning_gym:chain_sum")
-    options = parse_options(pairs)
+    options = (defaults or {}) | parse_options(pairs)
     # A file given for evaluation is the test side unless the user says otherwise.
     sides = [{"split": "test"} if spec.endswith(_FILE_SUFFIXES) else {} for spec in specs]
     return [load_task(spec, **{**side, **options}) for spec, side in zip(specs, sides, strict=True)]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from qerl.cli.options import Adapter, Device, MaxModelLen, MaxNewTokens, Model, Seed, Temperature, Weights
+from qerl.cli.options import Adapter, Device, MaxModelLen, MaxNewTokens, Model, Seed, Temperature, TopP, Weights
 
 Prompts = Annotated[
     list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated. Without it: stdin.")
@@ -22,7 +22,7 @@ def generate(
     weights: Weights = "auto",
     n: Annotated[int, typer.Option("--n", min=1, help="Completions per prompt.")] = 1,
     temperature: Temperature = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling.")] = 1.0,
+    top_p: TopP = 1.0,
     max_new_tokens: MaxNewTokens = 256,
     seed: Seed = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per completion.")] = False,

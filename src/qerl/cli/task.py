@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from qerl.tasks.base import Example, Task
 
 _IDS_SHOWN = 5
+_ROWS_SHOWN = 10
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -52,13 +53,13 @@ def check(
     from qerl.tasks.workers import RewardPool
 
     quiet_libraries()
-    with _warnings_of_loading() as said:
+    with _quiet_loading():
         task = load_task(name, **parse_options(task_option or []))
     examples = [*task.test, *task.train]
     if not examples:
         raise ValueError(f"task {name} has no examples; give it a size")
     typer.echo(f"{task.name}: answer format asked for: {asked_format(task)}")
-    _show_census(census(task), said)
+    _show_census(census(task))
     findings = _show_prompts(task, examples, prompts, tokenizer)
     with RewardPool() as pool:
         results = run_probes(task, spread(examples, problems), pool, allow_partial=allow_partial)
@@ -77,29 +78,27 @@ def check(
 
 
 @contextmanager
-def _warnings_of_loading() -> Iterator[list[str]]:
-    """Collects what the loaders warn of (excluded golds and why, duplicates) instead of logging it."""
-    said: list[str] = []
-
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
+def _quiet_loading() -> Iterator[None]:
+    """What loading warns of is in the task's report, which is shown with the counts: it is not logged as well."""
     logger = logging.getLogger("qerl.tasks")
-    handler, propagated = Collector(logging.WARNING), logger.propagate
-    logger.addHandler(handler)
-    logger.propagate = False
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
-        yield said
+        yield
     finally:
-        logger.removeHandler(handler)
-        logger.propagate = propagated
+        logger.setLevel(level)
 
 
-def _show_census(counts: "Census", said: Sequence[str]) -> None:
+def _show_census(counts: "Census") -> None:
     typer.echo(f"examples: {counts.train} train, {counts.test} test")
+    for file in counts.missing_files:
+        typer.echo(f"not in the data folder: {file}")
+    typer.echo(f"excluded, answers cannot be checked: {len(counts.excluded)}")
+    for row_id, reason in counts.excluded[:_ROWS_SHOWN]:
+        typer.echo(f"  {row_id}: {reason}")
+    if len(counts.excluded) > _ROWS_SHOWN:
+        typer.echo(f"  and {len(counts.excluded) - _ROWS_SHOWN} more")
     for label, ids in (
-        ("excluded, gold cannot be checked", counts.unparsable),
         ("dropped, question repeated in train", counts.duplicates),
         ("dropped from train, question is in test", counts.overlap),
     ):
@@ -109,8 +108,6 @@ def _show_census(counts: "Census", said: Sequence[str]) -> None:
     typer.echo(f"still repeated: {repeated_train} in train, {repeated_test} in test, {counts.shared} in both")
     if counts.without_gold:
         typer.echo(f"without a gold answer, scored by the task's own rule: {counts.without_gold}")
-    for message in said:
-        typer.echo(f"loading said: {message}")
 
 
 def _show_prompts(task: "Task", examples: "Sequence[Example]", count: int, tokenizer: Path | None) -> list[str]:

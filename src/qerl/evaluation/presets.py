@@ -5,7 +5,7 @@ they were measured: its lighteval command asks for 8192 new tokens within a cont
 reach its limit and the context cuts first; its own script (eval/gsm8k.py) samples at temperature 0.8, top-p 0.95, with
 4096 new tokens when the path contains "checkpoint" or "ckpt" and 2048 otherwise, and so gives trained and untrained
 models different limits. Numbers of other papers are therefore not comparable to the digit, and neither are ours to
-theirs. What we use is below; a result stores all of it.
+theirs. What we use is below (``qerl eval MODEL --preset math500``); a result stores all of it.
 
 Ours, for every model alike: 8192 new tokens after a prompt of at most 2048, in a context that holds both (4096 new
 tokens for GSM8K); temperature 0.6 and top-p 0.95, as is usual for sampled math, with enough samples a problem that the

@@ -107,6 +107,7 @@ def evaluations(results: Sequence[tuple[str, EvalResult]]) -> str:
         ("mean tokens", [f"{result.mean_tokens:.1f}" for _, result in results]),
         ("tokens per second", [_number(result.tokens_per_s, ",.0f") for _, result in results]),
         ("temperature", [f"{result.settings.temperature:g}" for _, result in results]),
+        ("top-p", [f"{result.settings.top_p:g}" for _, result in results]),
         ("token limit", [str(result.settings.max_new_tokens) for _, result in results]),
         ("seed", [str(result.settings.seed) for _, result in results]),
         ("model", [result.settings.model or "" for _, result in results]),

@@ -49,6 +49,7 @@ class EvalSettings:
     problems: int
     prompts_digest: str
     first_prompt: str
+    top_p: float = 1.0
     model: str | None = None
     weights: str | None = None
     adapter: str | None = None

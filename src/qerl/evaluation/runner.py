@@ -19,7 +19,6 @@ from qerl.evaluation.result import EvalResult, EvalSettings, SampleRecord, summa
 from qerl.evaluation.store import SampleStore
 from qerl.rollout.core import CompletionOutput, SamplingParams
 from qerl.tasks.base import Example, Outcome, Task
-from qerl.tasks.extract import extract_answer
 from qerl.tasks.workers import Job, RewardPool
 
 logger = logging.getLogger(__name__)
@@ -61,6 +60,7 @@ def evaluate(
     *,
     n: int = 1,
     temperature: float = 0.0,
+    top_p: float = 1.0,
     max_new_tokens: int = 512,
     limit: int | None = None,
     seed: int = 0,
@@ -81,6 +81,7 @@ def evaluate(
 
     Args:
         n: samples per problem; more than 1 needs ``temperature`` > 0.
+        top_p: nucleus sampling; below 1 needs ``temperature`` > 0, because greedy decoding would ignore it.
         pool: scores the completions; default: worker processes with a deadline, for this call.
         batch_size: problems per call of the generator and per write to disk; default 512 // n.
         output_dir: gets ``samples.jsonl``, ``settings.json`` and, at the end, ``result.json``. Results with the
@@ -97,7 +98,7 @@ def evaluate(
         ValueError: impossible settings, no or duplicate examples, prompts too long for the model, a gold
             answer that cannot be compared with, or a generator that returns another number of samples.
     """
-    _check_sampling(n, temperature, limit, batch_size)
+    _check_sampling(n, temperature, top_p, limit, batch_size)
     renderer = PromptRenderer(tokenizer, template_options)
     problems = _prepare(renderer, task, task.test if examples is None else examples, limit)
     _check_lengths(problems, max_new_tokens, max_model_len or getattr(generator, "max_model_len", None))
@@ -106,6 +107,7 @@ def evaluate(
         task=task.name,
         n=n,
         temperature=temperature,
+        top_p=top_p,
         max_new_tokens=max_new_tokens,
         limit=limit,
         seed=seed,
@@ -146,6 +148,7 @@ class _Run:
             n=settings.n,
             max_tokens=settings.max_new_tokens,
             temperature=settings.temperature,
+            top_p=settings.top_p,
             seed=settings.seed,
         )
         self.total = settings.problems * settings.n
@@ -215,7 +218,7 @@ class _Run:
             prompt=problem.prompt.text,
             completion=completion,
             answer=example.answer,
-            extracted=extract_answer(completion, think_opened=self.task.think_opened),
+            extracted=self.task.extract(completion),
             correct=outcome.score >= 1.0,
             score=float(outcome.score),
             reason=outcome.reason,
@@ -228,8 +231,9 @@ class _Run:
 def _prepare(renderer: PromptRenderer, task: Task, examples: Sequence[Example], limit: int | None) -> list[_Problem]:
     chosen = list(examples[:limit])
     if not chosen:
+        absent = "".join(f"; the data folder has no {file}" for file in task.report.missing_files)
         raise ValueError(
-            f"task {task.name} has no test examples to evaluate ({len(task.train)} train examples); pass "
+            f"task {task.name} has no test examples to evaluate ({len(task.train)} train examples{absent}); pass "
             "examples, or load the task with a test side (split='test' or test_size for a file)"
         )
     seen: set[str] = set()
@@ -240,11 +244,15 @@ def _prepare(renderer: PromptRenderer, task: Task, examples: Sequence[Example], 
     return [_Problem(index, example, renderer.render(task.messages(example))) for index, example in enumerate(chosen)]
 
 
-def _check_sampling(n: int, temperature: float, limit: int | None, batch_size: int | None) -> None:
+def _check_sampling(n: int, temperature: float, top_p: float, limit: int | None, batch_size: int | None) -> None:
     if n < 1:
         raise ValueError(f"n = {n}: at least 1 sample per problem is needed")
     if n > 1 and temperature == 0:
         raise ValueError(f"n = {n} at temperature 0 makes {n} equal samples; set temperature > 0 or n = 1")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p = {top_p} must be above 0 and at most 1")
+    if top_p < 1 and temperature == 0:
+        raise ValueError(f"top_p = {top_p} has no effect at temperature 0; set temperature > 0 or top_p = 1")
     if limit is not None and limit < 1:
         raise ValueError(f"limit = {limit}: give a positive number of problems, or none for all")
     if batch_size is not None and batch_size < 1:

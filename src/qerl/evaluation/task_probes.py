@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qerl.evaluation.runner import Scorer
-from qerl.tasks.base import Example, Outcome, Task
+from qerl.tasks.base import Example, Excluded, Outcome, Task
 from qerl.tasks.exact import exact_number
-from qerl.tasks.examples import question_key
+from qerl.tasks.examples import overlap, question_key
 
 # Asked format -> (what in the prompt asks for it, how an answer is written in it); the first that is asked for counts.
 FORMATS: dict[str, tuple[str, str]] = {
@@ -48,16 +48,17 @@ class ProbeResult:
 class Census:
     """Counts over a task's examples.
 
-    ``unparsable``, ``duplicates`` and ``overlap`` were dropped at load; ``repeated`` questions (within train, within
+    ``excluded``, ``duplicates`` and ``overlap`` were dropped at load; ``repeated`` questions (within train, within
     test) and ``shared`` ones (in both) are still there. ``without_gold``: empty answers, where the task's own rule
     decides.
     """
 
     train: int
     test: int
-    unparsable: tuple[str, ...]
+    excluded: tuple[Excluded, ...]
     duplicates: tuple[str, ...]
     overlap: tuple[str, ...]
+    missing_files: tuple[str, ...]
     repeated: tuple[int, int]
     shared: int
     without_gold: int
@@ -70,11 +71,12 @@ def census(task: Task) -> Census:
     return Census(
         train=len(train),
         test=len(test),
-        unparsable=task.report.unparsable,
+        excluded=task.report.excluded,
         duplicates=task.report.duplicates,
         overlap=task.report.overlap,
+        missing_files=task.report.missing_files,
         repeated=(len(train) - len(set(train)), len(test) - len(set(test))),
-        shared=len(set(train) & set(test)),
+        shared=len(overlap(task.train, task.test)),
         without_gold=sum(not example.answer for example in (*task.train, *task.test)),
     )
 

@@ -204,8 +204,9 @@ class WeightGroup(nn.Module):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the dequantized copy kept for the CPU path (0 on CUDA)."""
-        return 0 if self._dense is None else self._dense.numel() * self._dense.element_size()
+        """Bytes of the fp32 copy that the CPU path keeps from its first use on (0 on CUDA and for 16-bit weights)."""
+        keeps_copy = self.format != "bf16" and self.packed.device.type == "cpu"
+        return 4 * self.out_features * self.in_features if keeps_copy else 0
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         # uint8 is no floating type, so `.to(dtype)` moves the packed bytes and never casts them.

@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from qerl.tasks.extract import extract_answer
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -66,13 +68,28 @@ class Outcome:
         return cls(score.correct, "no_answer" if score.answer is None else "", score.reason)
 
 
+class Excluded(NamedTuple):
+    """A row that was left out, and why."""
+
+    id: str
+    reason: str
+
+
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What loading a task left out or found, by id of the row (row numbers count from 1)."""
+    """What loading a task left out or found, by id of the row (row numbers count from 1).
 
-    unparsable: tuple[str, ...] = ()
+    Attributes:
+        excluded: Rows whose gold answer cannot be compared with, or that no test cases can be made of.
+        duplicates: Training rows with the question of an earlier one, dropped.
+        overlap: Training rows with a question of the test side, dropped.
+        missing_files: Files of the task that the data folder does not have; their side is empty.
+    """
+
+    excluded: tuple[Excluded, ...] = ()
     duplicates: tuple[str, ...] = ()
     overlap: tuple[str, ...] = ()
+    missing_files: tuple[str, ...] = ()
 
 
 class Task(ABC):
@@ -119,6 +136,10 @@ class Task(ABC):
     def messages(self, example: Example) -> list[dict[str, str]]:
         """The chat messages of this example: the one prompt of training and evaluation."""
         return self.template.messages(example.question)
+
+    def extract(self, completion: str) -> str | None:
+        """The final answer in a completion as it is recorded, None where there is none."""
+        return extract_answer(completion, think_opened=self.think_opened)
 
     @abstractmethod
     def score(self, example: Example, completion: str) -> Score:

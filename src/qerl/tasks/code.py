@@ -10,7 +10,6 @@ columns.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,25 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from qerl.sandbox.bubblewrap import Bubblewrap
-from qerl.sandbox.cases import AssertCase, Case
+from qerl.sandbox.cases import Case
 from qerl.sandbox.core import Executor
+from qerl.sandbox.executors import executor_of
 from qerl.sandbox.judge import Judgement, Verdict, judge, judge_all
-from qerl.sandbox.rows import QUESTION_COLUMNS, RowError, cases_of, question_of
-from qerl.tasks.base import Example, LoadReport, Outcome, Score, Task
-from qerl.tasks.examples import separate
+from qerl.tasks.base import Example, Excluded, LoadReport, Outcome, Score, Task
+from qerl.tasks.code_rows import code_examples, default_prompt
+from qerl.tasks.examples import hold_out, separate
 from qerl.tasks.extract import strip_thinking
 from qerl.tasks.prompts import PromptTemplate, prompt_template
 from qerl.tasks.rewards import Completion, completion_text
-from qerl.tasks.sources import read_file
-
-logger = logging.getLogger(__name__)
+from qerl.tasks.sources import Columns, Rows, read_file
 
 SCORINGS = ("all", "fraction")
-STDIO_PROMPT = (
-    "{question}\n\nWrite a Python program that reads from standard input and writes to standard output. "
-    "Put the final program in one ```python block."
-)
-ASSERT_PROMPT = "{question}\n\nWrite the complete Python code, imports included, in one ```python block."
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([^\s`]*)[^`]*")
 _PYTHON = ("python", "py", "python3")
 _SHOWN = 10
@@ -155,13 +148,17 @@ class CodeTask(Task):
         self.executor = Bubblewrap() if executor is None else executor
         self.scoring = scoring or Scoring()
 
+    def extract(self, completion: str) -> str | None:
+        """The program in a completion, None where there is none."""
+        return extract_code(completion, think_opened=self.think_opened)
+
     def score(self, example: Example, completion: str) -> Score:
         """Run the program of one completion. ``Score.answer`` is the program.
 
         Raises:
             SandboxError: The executor cannot run programs at all (SandboxUnavailable) or failed.
         """
-        code = extract_code(completion, think_opened=self.think_opened)
+        code = self.extract(completion)
         if code is None:
             return Score(0.0, None, "no program found")
         judgement = judge(self.executor, code, self.cases[example.id], **self.scoring.options())
@@ -236,7 +233,7 @@ class CodeReward:
 
     def _judge(self, ids: Sequence[str], texts: Sequence[str]) -> BatchResult:
         task = self.task
-        codes = [extract_code(text, think_opened=task.think_opened) for text in texts]
+        codes = [task.extract(text) for text in texts]
         submissions = [
             (code, task.cases[task.example(i).id]) for i, code in zip(ids, codes, strict=True) if code is not None
         ]
@@ -246,10 +243,10 @@ class CodeReward:
         return BatchResult(scores, judgements)
 
 
-def code_task_from_file(
-    path: str | Path,
+def code_task(
+    name: str,
+    sides: Mapping[str, Rows],
     *,
-    split: str = "train",
     question: str | None = None,
     prompt: str | None = None,
     system: str | None = None,
@@ -259,78 +256,55 @@ def code_task_from_file(
     tolerance: float | None = None,
     scoring: str = "all",
     max_timeouts: int = 1,
-    executor: Executor | None = None,
+    executor: Executor | str | None = None,
+    test_size: int = 0,
+    seed: int = 0,
 ) -> CodeTask:
-    """A task of a .jsonl, .json or .parquet file of one kind of rows; :mod:`qerl.sandbox.rows` has the columns.
+    """A task of the raw rows of its sides ("train", "test"), all of one kind; :mod:`qerl.sandbox.rows` has the columns.
 
-    Rows of which no cases can be made are left out, logged, and named in ``report.unparsable``; repeated questions
-    are dropped from the train side as for every task.
+    Rows of which no cases can be made are left out, logged, and named in ``report.excluded``; repeated questions are
+    dropped from the train side as for every task.
 
     Args:
-        split: The side the rows are on, "train" or "test".
         question: Column of the task's text; default: the first usual one.
         prompt: A text with ``{question}``; default: one that asks for a ```python block.
         show_tests: How many assertions of ``test_list`` are shown in the question.
         max_cases: Use only the first cases of each row.
         tolerance: For numbers in outputs, where a row has none of its own; None compares exactly.
         scoring, max_timeouts: See :class:`Scoring`.
+        executor: An executor or its name (:func:`qerl.sandbox.executors.executor_of`); default: the local sandbox.
+        test_size, seed: As many random rows of train become the test side.
 
     Raises:
-        ValueError: No such file, an unknown option, no usable row, or both kinds of rows in one file.
+        ValueError: An impossible option, no usable row, or both kinds of rows.
+    """
+    if max_cases is not None and max_cases < 1:
+        raise ValueError(f"{name}: max_cases={max_cases} must be at least 1")
+    built: dict[str, list[Example]] = {"train": [], "test": []}
+    cases: dict[str, tuple[Case, ...]] = {}
+    excluded: tuple[Excluded, ...] = ()
+    for side, source in sides.items():
+        built[side], found, left_out = code_examples(
+            source, question=question, show_tests=show_tests, tolerance=tolerance, max_cases=max_cases
+        )
+        cases |= found
+        excluded += left_out
+    template = prompt_template(prompt or default_prompt(name, cases), system)
+    train, test = hold_out(name, built["train"], built["test"], test_size, seed)
+    train, test, report = separate(train, test, excluded, name)
+    return CodeTask(
+        name, train, test, template, cases, scoring=Scoring(scoring, max_timeouts), report=report,
+        executor=executor_of(executor) if isinstance(executor, str) else executor, think_opened=think_opened,
+    )  # fmt: skip
+
+
+def code_task_from_file(path: str | Path, *, split: str = "train", **options: Any) -> CodeTask:
+    """:func:`code_task` of a .jsonl, .json or .parquet file, whose rows are the side ``split``, "train" or "test".
+
+    Raises:
+        ValueError: No such file, another split, and what :func:`code_task` raises.
     """
     path = Path(path).expanduser()
     if split not in ("train", "test"):
         raise ValueError(f"{path}: split={split!r}; a file is either the 'train' or the 'test' side")
-    if max_cases is not None and max_cases < 1:
-        raise ValueError(f"{path}: max_cases={max_cases} must be at least 1")
-    cases: dict[str, tuple[Case, ...]] = {}
-    examples: list[Example] = []
-    excluded: list[tuple[str, str]] = []
-    rows = read_file(path)
-    for number, row in enumerate(rows, start=1):
-        example_id = str(row.get("id") or row.get("task_id") or f"{path.stem}-{number:06d}")
-        try:
-            text = question_of(row, question, show_tests)
-            cases[example_id] = cases_of(row, tolerance=tolerance, max_cases=max_cases)
-        except RowError as error:
-            excluded.append((example_id, str(error)))
-            continue
-        examples.append(Example(example_id, text, "", _metadata(row, question)))
-    _report_excluded(path, excluded, len(rows))
-    template = prompt_template(prompt or _default_prompt(path, cases), system)
-    train, test = (examples, []) if split == "train" else ([], examples)
-    train, test, report = separate(train, test, tuple(name for name, _ in excluded), str(path))
-    return CodeTask(
-        f"code:{path}", train, test, template, cases,
-        executor=executor, scoring=Scoring(scoring, max_timeouts), report=report, think_opened=think_opened,
-    )  # fmt: skip
-
-
-# the cases themselves can be megabytes, and a gold program must not reach a prompt or a stored record
-_NOT_METADATA = frozenset({
-    "id", "task_id", *QUESTION_COLUMNS, "test_list", "challenge_test_list", "test_setup_code", "test_imports", "test",
-    "tests", "test_cases", "official_tests", "public_tests", "private_tests", "generated_tests", "input_output",
-    "inputs", "outputs", "input", "output", "examples", "code", "canonical_solution", "solution", "solutions",
-})  # fmt: skip
-
-
-def _metadata(row: Mapping[str, Any], question: str | None) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key not in _NOT_METADATA and key != question}
-
-
-def _report_excluded(path: Path, excluded: list[tuple[str, str]], total: int) -> None:
-    if not excluded:
-        return
-    shown = "; ".join(f"{name}: {reason}" for name, reason in excluded[:_SHOWN])
-    if len(excluded) == total:
-        raise ValueError(f"{path}: no test cases can be made of any of its {total} rows ({shown}); "
-                         "qerl.sandbox.rows has the columns")  # fmt: skip
-    logger.warning("%s: %d of %d rows left out (%s)", path, len(excluded), total, shown)
-
-
-def _default_prompt(path: Path, cases: Mapping[str, tuple[Case, ...]]) -> str:
-    kinds = {isinstance(case, AssertCase) for group in cases.values() for case in group}
-    if len(kinds) > 1:
-        raise ValueError(f"{path} has rows with input and output and rows with assertions; one prompt cannot ask for "
-                         "both: split the file, or give a prompt")  # fmt: skip
-    return ASSERT_PROMPT if kinds.pop() else STDIO_PROMPT
+    return code_task(f"code:{path}", {split: Rows(read_file(path), Columns(), str(path), path.stem)}, **options)

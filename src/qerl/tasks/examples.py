@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import random
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from qerl.tasks.base import Example, LoadReport
+from qerl.tasks.base import Example, Excluded, LoadReport
 from qerl.tasks.extract import last_boxed
 from qerl.tasks.sources import Columns
 
@@ -36,8 +37,8 @@ def build_examples(
     where: str,
     id_prefix: str,
     check_gold: Callable[[str], str | None],
-) -> tuple[list[Example], tuple[str, ...]]:
-    """Examples of the rows, and the ids of those left out because ``check_gold`` gave a reason against the gold.
+) -> tuple[list[Example], tuple[Excluded, ...]]:
+    """Examples of the rows, and the rows left out because ``check_gold`` gave a reason against the gold.
 
     Rows are counted from 1. Excluded rows are logged as one warning.
 
@@ -47,7 +48,7 @@ def build_examples(
     question_column, answer_column, solution_column = columns.resolve(rows, where)
     examples: list[Example] = []
     empty: list[int] = []
-    excluded: list[tuple[str, str]] = []
+    excluded: list[Excluded] = []
     used = {question_column, answer_column, "id"}
     for number, row in enumerate(rows, start=1):
         question = _question_text(row.get(question_column))
@@ -58,7 +59,7 @@ def build_examples(
         example_id = str(row.get("id") or f"{id_prefix}-{number:06d}")
         reason = check_gold(gold)
         if reason is not None:
-            excluded.append((example_id, reason))
+            excluded.append(Excluded(example_id, reason))
             continue
         metadata = {key: value for key, value in row.items() if key not in used}
         examples.append(Example(example_id, question, gold, metadata))
@@ -76,7 +77,7 @@ def build_examples(
         )  # fmt: skip
     if not examples:
         raise ValueError(f"{where}: none of the {len(rows)} rows has a gold answer that can be checked")
-    return examples, tuple(name for name, _ in excluded)
+    return examples, tuple(excluded)
 
 
 def question_key(question: str) -> str:
@@ -99,20 +100,47 @@ def drop_duplicates(examples: Iterable[Example]) -> tuple[list[Example], tuple[s
     return kept, tuple(dropped)
 
 
+def overlap(train: Iterable[Example], test: Iterable[Example]) -> tuple[str, ...]:
+    """Ids of the training examples whose question is among the test questions (case and white space aside).
+
+    For the two sides of one task, loading has done this already; use it where training and evaluation are two tasks.
+    """
+    asked = {question_key(example.question) for example in test}
+    return tuple(example.id for example in train if question_key(example.question) in asked)
+
+
 def separate(
-    train: list[Example], test: list[Example], unparsable: tuple[str, ...], where: str
+    train: list[Example], test: list[Example], excluded: tuple[Excluded, ...], where: str
 ) -> tuple[list[Example], list[Example], LoadReport]:
     """Drop repeated training questions and those that are in the test set; the test set stays as it is."""
     kept, duplicates = drop_duplicates(train)
-    test_keys = {question_key(example.question) for example in test}
-    overlap = tuple(example.id for example in kept if question_key(example.question) in test_keys)
-    kept = [example for example in kept if question_key(example.question) not in test_keys]
-    if duplicates or overlap:
+    shared = overlap(kept, test)
+    dropped = set(shared)
+    kept = [example for example in kept if example.id not in dropped]
+    if duplicates or shared:
         logger.warning(
             "%s: dropped %d repeated training questions and %d that are in the test set",
-            where, len(duplicates), len(overlap),
+            where, len(duplicates), len(shared),
         )  # fmt: skip
-    return kept, test, LoadReport(unparsable=unparsable, duplicates=duplicates, overlap=overlap)
+    return kept, test, LoadReport(excluded=excluded, duplicates=duplicates, overlap=shared)
+
+
+def hold_out(
+    where: str, train: list[Example], test: list[Example], size: int, seed: int
+) -> tuple[list[Example], list[Example]]:
+    """Move ``size`` random examples of train (0: none) to an empty test side; the same ones for the same seed.
+
+    Raises:
+        ValueError: There are test examples already, or not more than ``size`` training examples.
+    """
+    if size == 0:
+        return train, test
+    if test:
+        raise ValueError(f"{where}: test_size={size} but there are {len(test)} test rows already; drop one of them")
+    if not 0 < size < len(train):
+        raise ValueError(f"{where}: test_size={size} must lie between 1 and {len(train) - 1} (rows - 1)")
+    chosen = set(random.Random(seed).sample(range(len(train)), size))
+    return [e for i, e in enumerate(train) if i not in chosen], [e for i, e in enumerate(train) if i in chosen]
 
 
 def _text(value: Any) -> str:

@@ -11,6 +11,9 @@ Order (the first kind that occurs decides; of several of one kind the last wins)
 6. the last formula between dollar signs or ``\\(...\\)``,
 7. the last number.
 
+4 to 7 read statements only: questions ("Could the answer be 42?") and suppositions ("if it is 42, ...") are left out
+(:mod:`qerl.tasks.questions`).
+
 Thinking does not count: what stands before the last ``</think>`` is ignored, and a ``<think>`` that is never
 closed (written by the model, or opened by the chat template: ``think_opened=True``) means no answer.
 A completion whose only box is never closed was cut off in its answer and has none.
@@ -20,6 +23,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+
+from qerl.tasks.questions import without_questions
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _GAP = re.compile(
@@ -76,9 +81,10 @@ def extract(completion: str, *, think_opened: bool = False) -> Extraction | None
         return marked if _has_content(marked.text) else None
     if not text.strip():
         return None
-    if is_bare(text) and _has_content(text):
+    stated = without_questions(text)
+    if stated == text and is_bare(text) and _has_content(text):
         return Extraction(text.strip(), "bare")
-    return _last_value(text)
+    return _last_value(stated)
 
 
 def tagged_answer(text: str) -> str | None:
@@ -178,6 +184,7 @@ def _marked(text: str) -> Extraction | None:
         if found:
             inner = found[-1].strip()
             return Extraction(inner, kind)
+    text = without_questions(text)
     matches = list(_PHRASE.finditer(text))
     if matches:
         stated = _statement(text[matches[-1].end() :])
@@ -188,6 +195,7 @@ def _marked(text: str) -> Extraction | None:
 
 def _restated(text: str) -> bool:
     """Whether a "final answer" with a value follows."""
+    text = without_questions(text)
     match = _FINAL.search(text)
     return match is not None and re.search(r"[\d\\]", _statement(text[match.end() :])) is not None
 

@@ -16,6 +16,7 @@ from qerl.tasks.base import Outcome, Task
 from qerl.tasks.exact import exact_number
 from qerl.tasks.extract import last_boxed, last_number, strip_thinking, tagged_answer
 from qerl.tasks.jobs import reward_job, verify_job
+from qerl.tasks.questions import without_questions
 from qerl.tasks.workers import RewardPool
 
 Completion = str | Sequence[dict[str, Any]]
@@ -177,7 +178,7 @@ class LastNumberReward:
         if target is None:
             return None
         rest = strip_thinking(text, think_opened=self.think_opened)
-        found = None if rest is None else last_number(rest)
+        found = None if rest is None else last_number(without_questions(rest))
         return float(found is not None and exact_number(found) == target)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 QUESTION_COLUMNS = ("question", "problem", "prompt", "input")
@@ -51,6 +51,20 @@ class Columns:
             missing = "question" if question is None else "answer"
             raise ValueError(f"{where}: no {missing} column among {sorted(present)}; name it with {missing}=COLUMN")
         return question, answer, solution
+
+
+class Rows(NamedTuple):
+    """Raw rows of one side of a task.
+
+    Attributes:
+        where: The file or the split, for messages.
+        id_prefix: Of the ids of rows that have none.
+    """
+
+    rows: list[dict[str, Any]]
+    columns: Columns
+    where: str
+    id_prefix: str
 
 
 def read_file(path: Path) -> list[dict[str, Any]]:
