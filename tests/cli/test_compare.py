@@ -149,7 +149,7 @@ def test_other_settings_are_refused_by_name(tmp_path: Path, change: dict[str, An
 
 
 def test_every_setting_is_either_the_subject_or_checked() -> None:
-    values = {"n": 4, "temperature": 0.5, "max_new_tokens": 9, "seed": 9, "template_options": {"x": 1}}
+    values = {"n": 4, "temperature": 0.5, "top_p": 0.9, "max_new_tokens": 9, "seed": 9, "template_options": {"x": 1}}
     first = result_of(single("+-"))
     for name in waivable():
         if name in ("problems", "prompts"):

@@ -28,11 +28,12 @@ def test_own_file(build, questions: Path, tmp_path: Path) -> None:
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "95 % interval" in result.output
-    assert f"results: {out}" in result.output
+    assert f"results: {out}\nreport:  {out / 'report.html'}\n" in result.output
+    assert "<h2>Evaluations</h2>" in (out / "report.html").read_text()
     options = {"weights": "nvfp4", "adapter": str(tmp_path), "device": "auto", "max_model_len": None}
     assert build.calls == [("some/model", options)]
     assert (build.engine.sampling.max_tokens, build.engine.sampling.seed) == (512, 3)
-    [folder] = out.iterdir()
+    [folder] = [path for path in out.iterdir() if path.is_dir()]
     stored = json.loads((folder / "result.json").read_text())
     assert stored["problems"] == 2
     assert stored["settings"]["weights"] == "nvfp4"
@@ -63,9 +64,49 @@ def test_several_samples_print_pass_at_k(build, questions: Path, tmp_path: Path)
     assert "maj@2" in result.output
 
 
+def test_top_p_reaches_the_engine_and_the_settings(build, questions: Path, tmp_path: Path) -> None:
+    arguments = ["eval", "m", "--tasks", str(questions), "--out", str(tmp_path / "r"), "--temperature", "0.7"]
+    result = runner.invoke(app, [*arguments, "--top-p", "0.9"])
+    assert result.exit_code == 0, result.output
+    assert (build.engine.sampling.temperature, build.engine.sampling.top_p) == (0.7, 0.9)
+    [stored] = (tmp_path / "r").glob("*/settings.json")
+    assert json.loads(stored.read_text())["top_p"] == 0.9
+    other = runner.invoke(app, arguments)
+    assert other.exit_code == 2
+    assert "top_p: 0.9 there, 1.0 here" in other.output
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A local AMC 23 and a local GSM8K of one problem each."""
+    for name in ("amc23", "gsm8k_test"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
+    monkeypatch.setenv("QERL_DATA", str(tmp_path))
+    return tmp_path
+
+
+def test_a_preset_sets_what_is_not_given(build, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "r"
+    build.engine.max_model_len = 8192 + 2048
+    result = runner.invoke(app, ["eval", "m", "--preset", "amc23,gsm8k", "--n", "1", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    stored = {path.parent.name: json.loads(path.read_text()) for path in out.glob("*/settings.json")}
+    wanted = ("n", "temperature", "top_p", "max_new_tokens")
+    assert [stored["amc23"][name] for name in wanted] == [1, 0.6, 0.95, 8192]
+    assert [stored["gsm8k"][name] for name in wanted] == [1, 0.0, 1.0, 4096]
+    assert "Therefore, the final answer is" in stored["amc23"]["first_prompt"]
+    # the longest completion of the presets after the longest prompt
+    assert build.calls[0][1]["max_model_len"] == 8192 + 2048
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ([], "give either --tasks or --preset"),
+        (["--tasks", "gsm8k", "--preset", "gsm8k"], "give either --tasks or --preset"),
+        (["--preset", "gsm"], "no preset 'gsm'; known: gsm8k, math500"),
+        (["--preset", "amc23", "--temperature", "0"], "preset amc23: --n 32 at temperature 0 makes 32 equal samples"),
+        (["--tasks", "gsm8k", "--top-p", "0.5"], "--top-p 0.5 has no effect at temperature 0"),
         (["--tasks", "gsm8kk"], "did you mean 'gsm8k'?"),
         (["--tasks", " , "], "names no task"),
         (["--tasks", "gsm8k", "--n", "4"], "4 equal samples"),
@@ -73,7 +114,7 @@ def test_several_samples_print_pass_at_k(build, questions: Path, tmp_path: Path)
         (["--tasks", "reasoning_gym:chain_sum", "--task-option", "sise=3"], "sise"),
     ],
 )
-def test_mistakes_cost_no_model_loading(build, arguments: list[str], message: str) -> None:
+def test_mistakes_cost_no_model_loading(build, data: Path, arguments: list[str], message: str) -> None:
     result = runner.invoke(app, ["eval", "m", *arguments])
     assert result.exit_code == 2
     assert message in result.output

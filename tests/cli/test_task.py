@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from qerl.cli.main import app
 from qerl.evaluation.task_probes import asked_format, census, probes, run_probes, spread
+from qerl.sandbox.core import Execution, Limits, Program, Status
 from qerl.tasks.answers import AnswerTask
 from qerl.tasks.base import Example, Outcome, Score, Task
 from qerl.tasks.exact import exact_number
@@ -48,6 +49,15 @@ class InlinePool:
 
     def outcomes(self, jobs: Sequence[Any], ids: Sequence[str] | None = None) -> list[Any]:
         return [function(*arguments) for function, arguments in jobs]
+
+
+class NoProgramPasses:
+    """An executor whose programs all print nothing."""
+
+    name, limits = "none", Limits()
+
+    def run(self, program: Program) -> Execution:
+        return Execution(Status.OK, 0, "", "", 0.0)
 
 
 def strict(gold: str, completion: str) -> float:
@@ -206,15 +216,45 @@ def test_a_real_task_with_its_worker_processes(data: Path, monkeypatch: pytest.M
     result = runner.invoke(app, ["task", "check", "gsm8k", "--task-option", f"data_dir={data}", "--problems", "2"])
     lines = result.output.splitlines()
     assert "examples: 3 train, 3 test" in lines
-    assert "excluded, gold cannot be checked: 1 (gsm8k-train-000005)" in lines
+    at = lines.index("excluded, answers cannot be checked: 1")
+    assert lines[at + 1] == "  gsm8k-train-000005: no letter and no digit"
     assert "dropped, question repeated in train: 1 (gsm8k-train-000002)" in lines
     assert "dropped from train, question is in test: 1 (gsm8k-train-000003)" in lines
     assert "still repeated: 0 in train, 1 in test, 0 in both" in lines
-    said = [line for line in lines if line.startswith("loading said: ")]
-    assert any("gsm8k-train-000005: no letter and no digit" in line for line in said)
-    # the one thing that depends on how lenient the last-number rule of the extraction is
-    assert set(problems_in(result)) <= {"gold in a question"}
-    assert result.exit_code == (1 if problems_in(result) else 0)
+    # what loading found is told once
+    assert "left out" not in result.output
+    assert problems_in(result) == []
+    assert result.exit_code == 0
+    assert "ok: right answers are paid, and nothing else" in lines
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "math500", "reasoning_gym:chain_sum"])
+def test_real_tasks_are_sound(name: str, shared_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qerl.cli.progress.quiet_libraries", lambda: None)
+    monkeypatch.setenv("QERL_DATA", str(shared_dir / "data"))
+    result = runner.invoke(app, ["task", "check", name, "--problems", "20"])
+    assert (result.exit_code, problems_in(result)) == (0, []), result.output
+
+
+def test_a_data_folder_with_one_side(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qerl.cli.progress.quiet_libraries", lambda: None)
+    (data / "gsm8k_train.jsonl").unlink()
+    result = runner.invoke(app, ["task", "check", "gsm8k", "--task-option", f"data_dir={data}"])
+    assert result.exit_code == 0, result.output
+    assert "examples: 0 train, 3 test\nnot in the data folder: gsm8k_train.jsonl\n" in result.output
+
+
+def test_programs_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qerl.cli.progress.quiet_libraries", lambda: None)
+    monkeypatch.setattr("qerl.tasks.workers.RewardPool", InlinePool)
+    monkeypatch.setattr("qerl.tasks.code.Bubblewrap", NoProgramPasses)
+    path = tmp_path / "sums.jsonl"
+    rows = [{"id": "a", "question": "Add.", "input": ["1 2"], "output": ["3"]}, {"id": "b", "question": "No cases."}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = runner.invoke(app, ["task", "check", f"code:{path}"])
+    assert result.exit_code == 0, result.output
+    assert "answer format asked for: code block" in result.output
+    assert "excluded, answers cannot be checked: 1\n  b: no test cases\n" in result.output
 
 
 def test_census_sees_what_loading_left() -> None:
@@ -226,8 +266,10 @@ def test_census_sees_what_loading_left() -> None:
 
 def test_every_sound_probe_of_reasoning_gym_is_scored_rightly() -> None:
     task = load_task("reasoning_gym:chain_sum", size=4, test_size=4)
-    wrong = {result.probe.name for result in run_probes(task, task.test, InlinePool()) if result.problem}
-    assert wrong <= {"gold in a question"}
+    results = run_probes(task, task.test, InlinePool())
+    assert [result for result in results if result.problem] == []
+    asked = [result.outcome.score for result in results if result.probe.name == "gold in a question"]
+    assert asked == [0.0] * 4
 
 
 def test_prompts_through_a_tokenizer(check, tmp_path: Path) -> None:

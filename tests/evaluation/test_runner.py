@@ -10,7 +10,9 @@ import pytest
 from qerl.evaluation.result import EvalResult, load_records
 from qerl.evaluation.runner import evaluate
 from qerl.evaluation.store import SettingsMismatchError
-from qerl.tasks.base import Example
+from qerl.tasks.answers import AnswerTask
+from qerl.tasks.base import Example, LoadReport
+from qerl.tasks.prompts import prompt_template
 
 
 def run(generator, tokenizer, sums, scorer, **options) -> EvalResult:
@@ -44,6 +46,20 @@ def test_several_samples(generator_type, tokenizer, sums, scorer, replies) -> No
     assert result.no_answer_share == 0.75
     # over 10 problems, not 40 samples
     assert result.high - result.low > 0.4
+
+
+def test_top_p_reaches_the_generator_and_the_settings(generator_type, tokenizer, sums, scorer, replies) -> None:
+    generator = generator_type(replies["right"])
+    result = run(generator, tokenizer, sums, scorer, temperature=0.7, top_p=0.9)
+    [(_, sampling, _)] = generator.calls
+    assert (sampling.temperature, sampling.top_p, result.settings.top_p) == (0.7, 0.9, 0.9)
+
+
+def test_the_missing_file_is_named_where_the_test_side_is_needed(generator_type, tokenizer, scorer, replies) -> None:
+    report = LoadReport(missing_files=("gsm8k_test.jsonl",))
+    task = AnswerTask("gsm8k", [Example("a", "1+1", "2")], [], prompt_template("plain"), report=report)
+    with pytest.raises(ValueError, match=r"1 train examples; the data folder has no gsm8k_test\.jsonl"):
+        run(generator_type(replies["right"]), tokenizer, task, scorer)
 
 
 def test_files_hold_everything_and_load_back(generator_type, tokenizer, sums, scorer, replies, tmp_path) -> None:
@@ -181,6 +197,9 @@ def test_long_prompts_are_counted_in_tokens_and_refused_before_generating(
     [
         ({"n": 0}, "n = 0"),
         ({"n": 4}, "4 equal samples"),
+        ({"top_p": 0.0, "temperature": 1.0}, "top_p = 0.0 must be above 0"),
+        ({"top_p": 1.5, "temperature": 1.0}, "at most 1"),
+        ({"top_p": 0.9}, "no effect at temperature 0"),
         ({"limit": 0}, "limit = 0"),
         ({"batch_size": 0}, "batch_size = 0"),
         ({"examples": []}, "no test examples"),

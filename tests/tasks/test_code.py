@@ -12,8 +12,12 @@ import pytest
 from qerl.sandbox.bubblewrap import Bubblewrap
 from qerl.sandbox.cases import AssertCase, StdioCase
 from qerl.sandbox.core import Execution, Limits, Program, Status
+from qerl.sandbox.e2b import E2B
+from qerl.sandbox.piston import Piston
+from qerl.tasks import registry
 from qerl.tasks.base import Outcome, Score, to_dataset
-from qerl.tasks.code import CodeReward, Scoring, code_task_from_file, extract_code
+from qerl.tasks.code import CodeReward, CodeTask, Scoring, code_task_from_file, extract_code
+from qerl.tasks.registry import load_task
 
 ROWS = [
     {"id": "double", "question": "Double it.", "input": ["1", "2"], "output": ["2", "4"], "rating": 800},
@@ -185,6 +189,92 @@ class TestScores:
     def test_scoring_rules(self):
         assert Scoring().options() == {"stop_at_failure": True, "max_timeouts": 1}
         assert Scoring("fraction", 2).options() == {"stop_at_failure": False, "max_timeouts": 2}
+
+
+class TestLoading:
+    """Through :func:`load_task`."""
+
+    def test_a_file(self, write):
+        path = write([dict(ROWS[0], id=f"r{i}", question=f"Q{i}") for i in range(6)])
+        task = load_task(f"code:{path}", test_size=2, seed=5, scoring="fraction", executor=Pretend(), system="S")
+        assert isinstance(task, CodeTask)
+        assert (task.name, len(task.train), len(task.test)) == (f"code:{path}", 4, 2)
+        assert {example.id for example in (*task.train, *task.test)} == {f"r{i}" for i in range(6)}
+        again = load_task(f"code:{path}", test_size=2, seed=5)
+        assert [example.id for example in again.test] == [example.id for example in task.test]
+        assert task.scoring == Scoring("fraction")
+        assert task.score(task.test[0], fenced("double")).correct == 1.0
+        assert task.messages(task.test[0])[0] == {"role": "system", "content": "S"}
+        assert load_task(f"code:{path}", split="test").train == []
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"show_test": 1}, r"unknown option 'show_test' \(did you mean 'show_tests'\?\)"),
+            ({"answer": "a"}, "unknown option 'answer'"),
+            ({"test_size": 2}, "test_size=2 must lie between 1 and 1"),
+            ({"test_size": 1, "split": "test"}, "but there are 2 test rows already"),
+            ({"split": "dev"}, "split='dev'"),
+            ({"executor": "docker"}, "unknown executor 'docker'; known are bubblewrap, e2b and piston:URL"),
+        ],
+    )
+    def test_refusals(self, write, options, message):
+        with pytest.raises(ValueError, match=message):
+            load_task(f"code:{write(ROWS)}", **options)
+
+    def test_executors_by_name(self, write):
+        path = write(ROWS)
+        assert load_task(f"code:{path}", executor="bubblewrap").executor == Bubblewrap()
+        assert load_task(f"code:{path}", executor="e2b").executor == E2B()
+        url = "http://127.0.0.1:2000"
+        assert load_task(f"code:{path}", executor=f"piston:{url}").executor == Piston(url)
+        with pytest.raises(ValueError, match="must start with http"):
+            load_task(f"code:{path}", executor="piston:host")
+
+    def test_the_hub(self, monkeypatch):
+        asked = []
+
+        def read_hub(source, split):
+            asked.append((source.id, source.config, split))
+            return [dict(ROWS[split == "test"], id=split)]
+
+        monkeypatch.delenv("QERL_DATA", raising=False)
+        monkeypatch.setattr(registry, "read_hub", read_hub)
+        monkeypatch.setattr(registry, "hub_splits", lambda source: ["train", "test"])
+        for spec in ("code:someone/programs", "codeforces"):
+            task = load_task(spec, max_cases=1)
+            assert [example.id for example in (*task.train, *task.test)] == ["train", "test"]
+            assert [len(cases) for cases in task.cases.values()] == [1, 1]
+        assert asked[0] == ("someone/programs", None, "train")
+        assert asked[2] == ("open-r1/codeforces", "verifiable", "train")
+
+    def test_a_local_codeforces(self, tmp_path):
+        row = {
+            "id": "1/A", "title": "Square", "description": "Theatre Square is a rectangle.", "input_format": "n",
+            "output_format": "One number.", "examples": [{"input": "6\n", "output": "4\n"}], "note": None,
+            "official_tests": [{"input": "1\n", "output": "1\n"}], "input_mode": "stdio", "interaction_format": None,
+            "generated_checker": None, "rating": 1000, "editorial": "gold", "time_limit": 1.0,
+        }  # fmt: skip
+        rows = [row, row | {"id": "2/A", "description": "Other.", "generated_checker": "import sys"}]
+        (tmp_path / "codeforces_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        task = load_task("codeforces", data_dir=tmp_path)
+        [example] = task.test
+        assert example.question == (
+            "Theatre Square is a rectangle.\n\nInput\n\nn\n\nOutput\n\nOne number.\n\n"
+            "Examples\n\nInput:\n6\n\nOutput:\n4"
+        )
+        # the sample is shown, not tested; the editorial stays out
+        assert task.cases["1/A"] == (StdioCase("1\n", "1\n"),)
+        names = {"title", "input_mode", "interaction_format", "generated_checker", "rating", "time_limit"}
+        assert set(example.metadata) == names
+        assert task.report.missing_files == ("codeforces_train.jsonl",)
+        assert task.report.excluded[0].id == "2/A"
+        assert "takes a checker program" in task.report.excluded[0].reason
+
+    def test_what_is_recorded_is_the_program(self, write):
+        task = code_task_from_file(write(ROWS))
+        assert task.extract("The answer is 4.\n" + fenced("a")) == "a\n"
+        assert task.extract("The answer is 4.") is None
 
 
 class TestReward:

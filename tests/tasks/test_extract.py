@@ -1,8 +1,12 @@
 """The order in which the final answer of a completion is found."""
 
+import time
+
 import pytest
 
 from qerl.tasks.extract import extract, extract_answer, last_number
+from qerl.tasks.questions import without_questions
+from qerl.tasks.rewards import LastNumberReward
 
 CASES = [
     (r"first \boxed{1}, then \boxed{2}", "2"),
@@ -57,6 +61,68 @@ def test_order(completion, answer):
 )
 def test_no_answer(completion):
     assert extract_answer(completion) is None
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "Could the answer be 42?",
+        "Is the answer 42?",
+        "The answer is 42?",
+        "The final answer is $42$?",
+        "Is it $42$?",
+        "Is it 4.2 or 5?",
+        "(Is it 42?)",
+        'The question: "could it be 42?".',
+        "What if the answer is 42?",
+        "What if it is 42",
+        "Suppose the answer is 42.",
+        "Let's say it is 42.",
+        "If the answer were 42, all would fit.",
+        "We are to check whether it is 42.",
+        r"Could the answer be \left( 3, \frac{\pi}{2} \right)?",
+        "Perhaps 42?",
+        "是42吗？",
+    ],
+)
+def test_a_question_or_a_supposition_is_no_answer(completion):
+    assert extract_answer(completion) is None
+    assert LastNumberReward()([None], [completion], answer=["42"]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("How many apples are left? 12", "12"),
+        ("She has 12 left. Is that right? Yes.", "12"),
+        ("5 + 7 = ? = 12", "12"),
+        ("If we add 5 and 7, we get 12.", "12"),
+        ("If 4 cost $4.00 and she needs 4 then it will cost her 4*4 = $16.00", "$16.00"),
+        ("Suppose each costs 5, so 3 cost 15.", "15"),
+        ("The answer is 12 if n is 7.", "12"),
+        ("It costs $5? No, $7.", "$7"),
+        ("$x = ?$ so $x=2$ holds here", "x=2"),
+        (r"the value is $f(x) = 1 \text{ if } x > 0$ here", r"f(x) = 1 \text{ if } x > 0"),
+        ("Is it 13?\nThe answer is 12.", "12"),
+        ("是13吗？12。", "12"),
+        # what is marked as the answer is one
+        (r"Is it \boxed{42}?", "42"),
+        ("<answer>42</answer> Right?", "42"),
+        ("#### 42?", "42?"),
+    ],
+)
+def test_statements_beside_questions(completion, answer):
+    assert extract_answer(completion) == answer
+
+
+@pytest.mark.parametrize(
+    "piece", ["?", "!", "if ", "suppose ", "is it 5? ", "if a, b. ", '?""', "$", "$5 ", "x\n", r"\[", r"\(", r"\text{"]
+)
+def test_questions_are_found_in_linear_time(piece):
+    text = piece * 20_000 + "x"
+    started = time.perf_counter()
+    assert len(without_questions(text)) == len(text)
+    assert time.perf_counter() - started < 2.0
 
 
 def test_thinking_opened_by_the_template():

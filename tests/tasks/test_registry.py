@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
+from qerl.tasks import registry
 from qerl.tasks.base import to_dataset
+from qerl.tasks.examples import overlap
 from qerl.tasks.registry import load_task
 
 
@@ -35,9 +37,61 @@ def test_data_folder_from_the_environment(shared_dir, monkeypatch):
     assert len(load_task("amc23").test) == 40
 
 
-def test_missing_file_in_the_data_folder(tmp_path):
-    with pytest.raises(ValueError, match=r"has no gsm8k_train\.jsonl; add the file, or unset"):
+def test_no_file_in_the_data_folder(tmp_path):
+    with pytest.raises(ValueError, match=r"has no gsm8k_train\.jsonl and no gsm8k_test\.jsonl; add one, or unset"):
         load_task("gsm8k", data_dir=tmp_path)
+    with pytest.raises(ValueError, match=r"has no math500\.jsonl; add one, or unset data_dir / QERL_DATA"):
+        load_task("math500", data_dir=tmp_path)
+
+
+@pytest.mark.parametrize("side", ["train", "test"])
+def test_one_file_in_the_data_folder(tmp_path, caplog, side):
+    other = {"train": "test", "test": "train"}[side]
+    write(tmp_path / f"gsm8k_{side}.jsonl", [{"question": "1+1", "answer": "2"}])
+    with caplog.at_level(logging.INFO):
+        task = load_task("gsm8k", data_dir=tmp_path)
+    assert (len(getattr(task, side)), getattr(task, other)) == (1, [])
+    assert task.report.missing_files == (f"gsm8k_{other}.jsonl",)
+    said = [r.levelname for r in caplog.records if f"no gsm8k_{other}.jsonl; that side stays empty" in r.message]
+    assert said == ["INFO"]
+
+
+def test_other_columns_of_the_hub(monkeypatch):
+    rows = [{"problem": "1+1", "answer": "see below", "clean_answer": "2"}]
+    monkeypatch.delenv("QERL_DATA", raising=False)
+    monkeypatch.setattr(registry, "read_hub", lambda source, split: rows)
+    assert load_task("miromind62k").train[0].answer == "2"
+
+
+def test_countdown_is_that_of_reasoning_gym():
+    task = load_task("countdown", size=2, test_size=2)
+    assert task.name == "reasoning_gym:countdown"
+    example = task.test[0]
+    assert task.score(example, f"<answer>{example.answer}</answer>").correct == 1.0
+    assert task.score(example, "<answer>1 + 1</answer>").correct < 1.0
+
+
+def test_the_hub_out_of_reach(monkeypatch):
+    import datasets
+
+    def unreachable(*_, **__):
+        raise ConnectionError("no route")
+
+    monkeypatch.delenv("QERL_DATA", raising=False)
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", unreachable)
+    for spec in ("gsm8k", "someone/sums"):
+        with pytest.raises(ValueError, match=r"cannot be read from the hub \(no route\); give a local file instead"):
+            load_task(spec)
+
+
+def test_overlap_of_two_tasks(tmp_path):
+    def made(name, questions):
+        return load_task(write(tmp_path / f"{name}.jsonl", [{"question": q, "answer": "1"} for q in questions]))
+
+    train, test = made("train", ["What is 1.5?", "B", "C"]), made("test", ["c", "what is\n1.5?", "What is 15?"])
+    assert overlap(train.train, test.train) == ("train-000001", "train-000003")
+    assert overlap(test.train, []) == ()
 
 
 @pytest.mark.parametrize(
@@ -45,6 +99,8 @@ def test_missing_file_in_the_data_folder(tmp_path):
     [
         ("gsm8", "did you mean 'gsm8k'"),
         ("nonsense", "known: gsm8k"),
+        ("countdwn", "did you mean 'countdown'"),
+        ("code:nonsense", "after code: comes a path"),
         ("missing.jsonl", "no such file"),
         ("reasoning_gym:chain_su", "did you mean 'chain_sum'"),
     ],
@@ -100,6 +156,7 @@ def test_unparsable_golds_are_left_out_and_counted(tmp_path, caplog):
         task = load_task(write(tmp_path / "a.jsonl", rows))
     assert [e.answer for e in task.train] == ["1", "2"]
     assert [name for name, _ in task.report.excluded] == ["a-000002", "a-000003"]
+    assert task.report.excluded[1].reason == "no letter and no digit"
     assert "2 of 4 rows left out" in caplog.text
 
 
@@ -151,8 +208,6 @@ def test_bad_files(tmp_path, content, message):
 
 
 def test_hub_datasets_are_read_by_their_column_names(monkeypatch):
-    from qerl.tasks import registry
-
     asked = []
 
     def read_hub(source, split):

@@ -72,7 +72,9 @@ def evaluate(
     """Evaluate a model on tasks: accuracy with 95 % intervals, pass@k, maj@k; keeps every completion."""
     given = {"n": n, "temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
     # Before the model is loaded: an unknown task or a bad option must not cost minutes.
-    planned = plan(tasks, preset, task_option or [], {name: value for name, value in given.items() if value is not None})
+    planned = plan(
+        tasks, preset, task_option or [], {name: value for name, value in given.items() if value is not None}
+    )
     folder = out or Path("evals") / _folder_name(model, adapter)
 
     from qerl.cli.progress import quiet_libraries
@@ -121,24 +123,28 @@ def plan(tasks: str | None, preset: str | None, pairs: list[str], given: dict[st
     if (tasks is None) == (preset is None):
         raise ValueError("give either --tasks or --preset; for example --tasks gsm8k,reasoning_gym:chain_sum")
     if preset is None:
-        planned = [Planned(task, _SAMPLING | given) for task in load_tasks(tasks or "", pairs)]
-    else:
-        chosen = [get_preset(name.strip()) for name in preset.split(",")]
-        planned = [
-            Planned(load_tasks(p.task, pairs, p.task_options())[0], p.sampling() | given) for p in chosen
-        ]
-    for task, sampling in planned:
-        if sampling["temperature"] == 0 and sampling["n"] > 1:
-            raise ValueError(
-                f"{task.name}: --n {sampling['n']} at temperature 0 makes {sampling['n']} equal samples; set "
-                "--temperature above 0, or --n 1"
-            )
-        if sampling["temperature"] == 0 and sampling["top_p"] < 1:
-            raise ValueError(
-                f"{task.name}: --top-p {sampling['top_p']:g} has no effect at temperature 0; set --temperature above "
-                "0, or --top-p 1"
-            )
-    return planned
+        _check_sampling("--tasks", sampling := _SAMPLING | given)
+        return [Planned(task, sampling) for task in load_tasks(tasks or "", pairs)]
+    presets = [get_preset(name.strip()) for name in preset.split(",")]
+    samplings = [chosen.sampling() | given for chosen in presets]
+    for chosen, sampling in zip(presets, samplings, strict=True):
+        _check_sampling(f"preset {chosen.task}", sampling)
+    loaded = [load_tasks(chosen.task, pairs, chosen.task_options())[0] for chosen in presets]
+    return [Planned(task, sampling) for task, sampling in zip(loaded, samplings, strict=True)]
+
+
+def _check_sampling(where: str, sampling: dict[str, Any]) -> None:
+    n, top_p = sampling["n"], sampling["top_p"]
+    if sampling["temperature"] > 0:
+        return
+    if n > 1:
+        raise ValueError(
+            f"{where}: --n {n} at temperature 0 makes {n} equal samples; set --temperature above 0, or --n 1"
+        )
+    if top_p < 1:
+        raise ValueError(
+            f"{where}: --top-p {top_p:g} has no effect at temperature 0; set --temperature above 0, or --top-p 1"
+        )
 
 
 def load_tasks(tasks: str, pairs: list[str], defaults: dict[str, Any] | None = None) -> "list[Task]":

@@ -21,6 +21,7 @@ _PUBLIC = {
     "Status": "qerl.sandbox.core",
     "StdioCase": "qerl.sandbox.cases",
     "Verdict": "qerl.sandbox.judge",
+    "executor_of": "qerl.sandbox.executors",
     "judge": "qerl.sandbox.judge",
     "judge_all": "qerl.sandbox.judge",
     "outputs_match": "qerl.sandbox.compare",

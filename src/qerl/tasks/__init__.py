@@ -6,14 +6,18 @@ from typing import Any
 _PUBLIC = {
     "CorrectnessReward": "qerl.tasks.rewards",
     "Example": "qerl.tasks.base",
+    "Excluded": "qerl.tasks.base",
     "FormatReward": "qerl.tasks.rewards",
     "LastNumberReward": "qerl.tasks.rewards",
+    "LengthPenalty": "qerl.tasks.length",
     "PooledReward": "qerl.tasks.rewards",
     "RewardPool": "qerl.tasks.workers",
     "Score": "qerl.tasks.base",
+    "SoftOverlongPunishment": "qerl.tasks.length",
     "Task": "qerl.tasks.base",
     "extract_answer": "qerl.tasks.extract",
     "load_task": "qerl.tasks.registry",
+    "overlap": "qerl.tasks.examples",
     "to_dataset": "qerl.tasks.base",
 }
 

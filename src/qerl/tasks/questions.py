@@ -11,14 +11,13 @@ import re
 # hidden from the search for sentences: formulas, and words set inside of undelimited ones ("\text{ if }"); the dollars
 # of "$4 each, then $16" are money
 _FORMULA = re.compile(
-    r"\$\$.+?\$\$|\\\[.+?\\\]|\\\(.+?\\\)|\$(?=\S)[^$]*?(?<=\S)\$(?!\d)|\\text\s*\{[^{}]*\}", re.DOTALL
+    r"\$\$.{1,4000}?\$\$|\\\[.{1,4000}?\\\]|\\\(.{1,4000}?\\\)|\$(?=\S)[^$]*?(?<=\S)\$(?!\d)|\\text\s*\{[^{}]*\}",
+    re.DOTALL,
 )
 _HIDDEN = "\ue000"
-# a full stop inside of a number or a name ends nothing
-_SENTENCE_END = r"(?:[.!](?=[\s\"'”’)\]*]|$)|[。！\n])"
-_QUESTION_END = r"(?:[!?]{0,4}\?[?!]*[\"'”’)\]*_]*(?=[\s.,;]|$)|[？؟])"
-_QUESTION = re.compile(rf"(?:(?!{_SENTENCE_END}|{_QUESTION_END})[\s\S])*{_QUESTION_END}")
-_STATEMENT = re.compile(rf"(?:(?!{_SENTENCE_END}|{_QUESTION_END})[\s\S])*(?:{_SENTENCE_END}|$)")
+# a full stop inside of a number or a name ends nothing; a run of marks is looked at once, from its start
+_END = re.compile(r"(?<![.!?])[.!?]++[\"'”’)\]*_]*+(?=[\s.,;]|$)|[。！？؟]++|\n")
+_ASKING = frozenset("?？؟")
 _CLAUSE_END = r"(?:[.!](?:\s|$)|[。！？\n;]|,(?!\d)|\bthen\b|$)"
 _CONCLUSION = r"(?:[.!](?:\s|$)|[。！？\n;]|\b(?:so|then|thus|hence|therefore|gives?|yields?|get|implies)\b|$)"
 _SUPPOSITION = re.compile(
@@ -36,18 +35,15 @@ def without_questions(text: str) -> str:
     """
     visible = _FORMULA.sub(lambda match: _HIDDEN * len(match[0]), text)
     spans: list[tuple[int, int]] = []
-    position = 0
-    while position < len(visible):
-        match = _QUESTION.match(visible, position)
-        if match is not None:
-            spans.append(match.span())
+    start = 0
+    for mark, end in [*((match[0], match.end()) for match in _END.finditer(visible)), ("", len(visible))]:
+        if _ASKING.isdisjoint(mark):
+            spans += [match.span() for match in _SUPPOSITION.finditer(visible, start, end)]
         else:
-            match = _STATEMENT.match(visible, position)
-            assert match is not None
-            spans += [found.span() for found in _SUPPOSITION.finditer(visible, *match.span())]
-        position = max(match.end(), position + 1)
+            spans.append((start, end))
+        start = end
     parts, done = [], 0
-    for start, end in spans:
-        parts += [text[done:start], re.sub(r"[^\n]", " ", text[start:end])]
-        done = end
+    for first, last in spans:
+        parts += [text[done:first], re.sub(r"[^\n]", " ", text[first:last])]
+        done = last
     return "".join([*parts, text[done:]])

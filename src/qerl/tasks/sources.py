@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,14 +111,35 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def hub_splits(source: HubDataset) -> list[str]:
-    """Names of the splits of a hub data set (asks the hub, or its local cache)."""
+    """Names of the splits of a hub data set (asks the hub, or its local cache).
+
+    Raises:
+        ValueError: The hub cannot be reached, or has no such data set.
+    """
     from datasets import get_dataset_split_names
 
-    return list(get_dataset_split_names(source.id, source.config))
+    with _hub_errors(source):
+        return list(get_dataset_split_names(source.id, source.config))
 
 
 def read_hub(source: HubDataset, split: str) -> list[dict[str, Any]]:
-    """Rows of one split of a hub data set."""
+    """Rows of one split of a hub data set.
+
+    Raises:
+        ValueError: The hub cannot be reached, or has no such data set.
+    """
     from datasets import load_dataset
 
-    return load_dataset(source.id, source.config, split=split).to_list()
+    with _hub_errors(source):
+        return load_dataset(source.id, source.config, split=split).to_list()
+
+
+@contextmanager
+def _hub_errors(source: HubDataset) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"the data set {source.id} cannot be read from the hub ({error}); give a local file instead, or for a "
+            "named task the folder of its files (data_dir, or the environment variable QERL_DATA)"
+        ) from error
