@@ -110,3 +110,31 @@ def test_gpu_cuda_graph() -> None:
     graph.replay()
     expected, expected_total = add_rms_norm(x, residual, weight, noise, 1e-6)
     assert torch.equal(y, expected) and torch.equal(total, expected_total)
+
+
+def _fp32_stream_agrees(device: str) -> None:
+    """bf16 layer output added to an fp32 residual stream: nothing is rounded but the result; dx is fp32."""
+    x = torch.randn(7, 576, device=device).bfloat16()
+    residual, noise = 8 * torch.randn(7, 576, device=device), 0.01 * torch.randn(576, device=device)
+    weight = torch.rand(576, device=device).bfloat16()
+    y, total = add_rms_norm(x, residual, weight, noise, 1e-6)
+    assert (y.dtype, total.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(total, x.float() + residual)
+    assert torch.equal(y, rms_norm(total, weight, noise, 1e-6))
+    exact = _exact(total, weight, noise)
+    assert rms_ratio(y, exact) <= 1.05 * rounded_once(exact, torch.bfloat16)
+    leaf, dy = total.clone().requires_grad_(), torch.randn(7, 576, device=device).bfloat16()
+    (dx,) = torch.autograd.grad(rms_norm(leaf, weight, noise, 1e-6), leaf, dy)
+    exact_leaf = total.double().requires_grad_()
+    (exact_dx,) = torch.autograd.grad(_exact(exact_leaf, weight, noise), exact_leaf, dy.double())
+    assert dx.dtype == torch.float32
+    assert rms_ratio(dx, exact_dx) < 1e-5
+
+
+def test_fp32_stream_with_bf16_weights() -> None:
+    _fp32_stream_agrees("cpu")
+
+
+@pytest.mark.gpu
+def test_gpu_fp32_stream_with_bf16_weights() -> None:
+    _fp32_stream_agrees("cuda")

@@ -173,6 +173,8 @@ def packed_attention_forward(
     Returns:
         output [1, T, Hq, D] and None (no attention weights).
     """
+    # Rotary embeddings run in fp32, as the residual stream does; attention takes the dtype of the values.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     if packed_sequences is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))

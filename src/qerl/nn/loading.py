@@ -16,6 +16,7 @@ from qerl.formats.base import get_format
 from qerl.formats.checkpoint import CheckpointReader
 from qerl.nn.attention import PACKED_ATTENTION
 from qerl.nn.group import WeightGroup
+from qerl.nn.norm import ResidualEmbedding
 from qerl.nn.surgery import ProjectionGroup, find_projection_groups, install_group, install_mlps, install_norms
 
 logger = logging.getLogger(__name__)
@@ -172,6 +173,7 @@ def load_model(
     for found in list(find_projection_groups(model)):
         _load_group(found, reader, weights, dtype, device)
     _load_rest(model, reader, dtype, device)
+    model.set_input_embeddings(ResidualEmbedding.of(model.get_input_embeddings()))
     _tie_head(model, config, reader)
     install_norms(model)
     install_mlps(model)

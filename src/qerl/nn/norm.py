@@ -1,4 +1,5 @@
-"""RMSNorm with a noise slot: where AQN (arXiv 2510.11696, section 3.3) adds its noise to the scale.
+"""The residual stream (fp32) and RMSNorm with a noise slot, where AQN adds its noise to the scale
+(arXiv 2510.11696, section 3.3).
 
 ``y = ((weight + noise) * x / rms(x))`` is computed in fp32 and rounded once, the same op in the rollout engine and in
 the trainer. The noise is a separate fp32 buffer and is never added into ``weight``: in bf16 the spacing of values just
@@ -13,6 +14,27 @@ from qerl.kernels.rms_norm import rms_norm
 
 # The norms that the paper perturbs: before attention and before the MLP, in every decoder layer.
 AQN_NORM_NAMES = ("input_layernorm", "post_attention_layernorm")
+
+
+class ResidualEmbedding(nn.Embedding):
+    """Token embedding that starts the residual stream in fp32.
+
+    Layers add their bf16 outputs to it, so hidden states are never rounded between layers. That rounding, twice a layer
+    to 2^-9 of the whole stream, is what separates two implementations of one bf16 model most: engine and trainer sum in
+    different orders, and every rounding can turn a last-bit difference into a full one.
+    """
+
+    @classmethod
+    def of(cls, embedding: nn.Embedding) -> "ResidualEmbedding":
+        """Take over the (frozen) weight of ``embedding``; no copy."""
+        taken = cls(
+            embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx, _weight=embedding.weight.data
+        )
+        return taken.requires_grad_(False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """int64 [...] -> fp32 [..., H]."""
+        return super().forward(input).float()
 
 
 class RMSNorm(nn.Module):
@@ -33,7 +55,7 @@ class RMSNorm(nn.Module):
         self.register_buffer("noise", noise, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [..., H] -> same shape and dtype."""
+        """``x`` [..., H]: the fp32 residual stream, or heads in the compute dtype -> [..., H] in the compute dtype."""
         return rms_norm(x, self.weight, self.noise, self.variance_epsilon)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]

@@ -80,7 +80,7 @@ class Layer:
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of ``x`` [T, H, D] with ``cos``/``sin`` [T, 1, D], as transformers computes it."""
+    """Rotary embedding of ``x`` [T, H, D] with fp32 ``cos``/``sin`` [T, 1, D], as transformers computes it; fp32."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -157,7 +157,7 @@ class DecoderRunner:
         v = v.view(tokens, self.num_kv_heads, self.head_dim)
         if layer.q_norm is not None:
             q, k = layer.q_norm(q), layer.k_norm(k)
-        q, k = _rotate(q, *rope), _rotate(k, *rope)
+        q, k = _rotate(q, *rope).to(self.dtype), _rotate(k, *rope).to(self.dtype)
         out = paged_attention(q, k, v, kv, index, batch, self.scale)
         return layer.o(out.reshape(tokens, q_width))
 

@@ -1,4 +1,7 @@
-"""RMSNorm with a noise slot: ``y = (weight + noise) * x / rms(x)`` in fp32, rounded once to the dtype of x.
+"""RMSNorm with a noise slot: ``y = (weight + noise) * x / rms(x)`` in fp32, rounded once.
+
+The result has the dtype of x, or that of the weight where x is fp32: the residual stream may be wider than what the
+matmuls take.
 
 The noise is AQN's (arXiv 2510.11696, section 3.3). It stays fp32 and apart from the weight: added into a
 bf16 weight of about 1, a sigma of 5e-4 would vanish in the rounding. Trainer (`rms_norm`, differentiable)
@@ -30,7 +33,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, noise: torch.Tensor | None, 
         eps: added to the mean square.
 
     Returns:
-        ``[..., H]`` in the dtype of `x`.
+        ``[..., H]`` in the dtype of `x`, or of `weight` where `x` is fp32.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; on CUDA, H above 32768.
@@ -46,21 +49,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, noise: torch.Tensor | None, 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, noise: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(rms_norm(s), s)`` with ``s = x + residual`` rounded to their dtype first, in one pass. Inference
-    only.
+    """``(rms_norm(s), s)`` with ``s = x + residual`` rounded to the dtype of `residual` first, in one pass.
+    Inference only.
 
     Args:
         x: as in `rms_norm`; no gradient may be wanted.
-        residual: shape and dtype of `x`. Not modified.
+        residual: shape of `x`, dtype of `x` or fp32. Not modified.
         weight, noise, eps: as in `rms_norm`.
 
     Raises:
         ValueError: as `rms_norm`; or a gradient is wanted.
     """
     _check(x, weight, noise)
-    if residual.shape != x.shape or residual.dtype != x.dtype:
+    if residual.shape != x.shape or residual.dtype not in (x.dtype, torch.float32):
         raise ValueError(
-            f"residual must be {x.dtype} {list(x.shape)} like x, got {residual.dtype} {list(residual.shape)}"
+            f"residual must be {x.dtype} (or fp32) {list(x.shape)} like x, got {residual.dtype} {list(residual.shape)}"
         )
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, residual, weight)):
         raise ValueError("add_rms_norm has no backward; use rms_norm(x + residual, ...) where gradients are wanted")
@@ -105,8 +108,10 @@ def _forward_op(
 
 @_forward_op.register_fake
 def _(x, residual, weight, noise, eps):  # type: ignore[no-untyped-def]
-    new_residual = x.new_empty(0) if residual is None else x.new_empty(x.shape)
-    return x.new_empty(x.shape), new_residual, x.new_empty(x.shape[0], dtype=torch.float32)
+    stream = x if residual is None else residual
+    new_residual = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
+    y = x.new_empty(x.shape, dtype=reference.output_dtype(stream, weight))
+    return y, new_residual, x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 @torch.library.custom_op("qerl::rms_norm_backward", mutates_args=())

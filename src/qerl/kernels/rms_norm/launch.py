@@ -3,6 +3,7 @@
 import torch
 
 from qerl.kernels.rms_norm import triton as kernels
+from qerl.kernels.rms_norm.reference import output_dtype
 
 # Rows a backward program walks through are summed in registers: few programs keep the partial sums small.
 _BACKWARD_PROGRAMS = 512
@@ -23,8 +24,9 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y [T, H], new residual [T, H] or an empty tensor, rstd fp32 [T])."""
     rows, width = x.shape
-    y = torch.empty_like(x)
-    new_residual = x.new_empty(0) if residual is None else torch.empty_like(x)
+    stream = x if residual is None else residual
+    y = torch.empty_like(x, dtype=output_dtype(stream, weight))
+    new_residual = x.new_empty(0) if residual is None else torch.empty_like(residual)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     block, warps = _block(width)
     if rows:

@@ -16,8 +16,7 @@ def rms_norm_forward_kernel(
     x, residual, weight, noise, y, new_residual, rstd, H, eps,
     HAS_RESIDUAL: tl.constexpr, HAS_NOISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y [T, H] and rstd fp32 [T] of x, or of x + residual rounded to their dtype (written to
-    new_residual)."""
+    """y [T, H] and rstd fp32 [T] of x, or of x + residual rounded to the dtype of new_residual (and written to it)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < H
