@@ -54,7 +54,10 @@ def metrics(folder: Path) -> list[dict]:
 
 def test_a_run_leaves_everything_behind(values: dict, tmp_path: Path) -> None:
     lines: list[str] = []
-    Run(*build_configs({**values, "reward_workers": 1, "rewards": ["correctness", "format"]}), lines.append).execute()
+    Run(
+        *build_configs({**values, "reward_workers": 1, "rewards": ["correctness", "format", "soft_overlong"]}),
+        lines.append,
+    ).execute()
     run = read_run(tmp_path / "run")
     assert [row["step"] for row in run.metrics] == [1, 2, 3, 4]
     assert [row["sigma"] for row in run.metrics] == pytest.approx([0.0, 0.05, 0.01, 0.01])
@@ -130,9 +133,9 @@ def test_kill_9_and_resume_gives_the_same_next_steps(values: dict, tmp_path: Pat
 
 
 def test_resume_exactly_at_the_end_of_an_epoch_trains_on(values: dict, tmp_path: Path) -> None:
-    """Case 31: the checkpoint falls on an epoch boundary (16 problems, 2 a step: 8 steps an epoch)."""
-    epochs = {**values, "max_steps": -1, "num_train_epochs": 1, "save_steps": 8, "train_limit": 8}
-    epochs |= {"save_steps": 4, "evaluate_before": False, "evaluate_after": False}
+    """Case 31: the checkpoint falls on an epoch boundary (8 problems, 2 a step: 4 steps an epoch)."""
+    epochs = {**values, "max_steps": -1, "num_train_epochs": 1, "save_steps": 4, "train_limit": 8}
+    epochs |= {"evaluate_before": False, "evaluate_after": False}
     Run(*build_configs(epochs), lambda line: None).execute()
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4]
     more = {**epochs, "num_train_epochs": 2, "resume_from_checkpoint": "true"}
@@ -155,6 +158,16 @@ def test_nothing_to_resume_from_is_said(values: dict, tmp_path: Path) -> None:
         Run(*build_configs({**values, "resume_from_checkpoint": "true"}))
     with pytest.raises(ConfigError, match=r"trainer_state.json is missing"):
         Run(*build_configs({**values, "resume_from_checkpoint": str(tmp_path)}))
+
+
+def test_training_problems_in_the_evaluation_task_are_reported(
+    values: dict, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = tmp_path / "eval.jsonl"
+    task.write_text('{"question": "3 + 1 =", "answer": "4"}\n')
+    options = {"task_options": {"prompt": "plain"}, "eval_task": str(task), "eval_task_options": {"split": "test"}}
+    Run(*build_configs({**values, **options}))
+    assert "1 training problems are also in the evaluation task" in caplog.text
 
 
 def test_missing_model_and_empty_task_are_named(values: dict, tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from qerl.evaluation.result import EvalResult
 from qerl.evaluation.run_log import AFTER_DIR, BEFORE_DIR, SUMMARY_FILE, RunExistsError, RunWriter
 from qerl.evaluation.runner import evaluate
 from qerl.tasks.base import Task, to_dataset
+from qerl.tasks.examples import overlap
+from qerl.tasks.length import LengthPenalty, SoftOverlongPunishment
 from qerl.tasks.registry import load_task
 from qerl.tasks.rewards import CorrectnessReward, FormatReward
 from qerl.tasks.workers import RewardPool
@@ -60,14 +62,17 @@ class StopOnSignal(TrainerCallback):
             control.should_training_stop = True
 
 
-def make_rewards(run: RunConfig, task: Task, pool: RewardPool | None) -> list[Any]:
+def make_rewards(run: RunConfig, args: QeRLConfig, task: Task, pool: RewardPool | None) -> list[Any]:
     """Reward functions of the run, in TRL's convention."""
+    limit = args.max_completion_length
     made = {
         "correctness": lambda: CorrectnessReward(task, pool),
         "format": lambda: FormatReward(
             "answer_tags" if task.name.startswith("reasoning_gym:") else "boxed",
             think_opened=task.think_opened,
         ),
+        "soft_overlong": lambda: SoftOverlongPunishment(limit, run.overlong_cache_tokens or max(1, limit // 5)),
+        "length_penalty": lambda: LengthPenalty(CorrectnessReward(task, pool)),
     }
     return [made[name]() for name in run.rewards]
 
@@ -120,7 +125,16 @@ class Run:
             self.eval_task = load_task(run.eval_task, **run.eval_task_options)
         examples = self.task.train[: run.train_limit]
         if not examples:
-            raise ConfigError(f"task {run.task} has no training problems; choose another, or set task_options.split")
+            missing = self.task.report.missing_files
+            where = f" (the data folder has no {', '.join(missing)})" if missing else ""
+            raise ConfigError(
+                f"task {run.task} has no training problems{where}; choose another, or set task_options.split"
+            )
+        if run.eval_task is not None and (shared := overlap(examples, self.eval_task.test)):
+            logger.warning(
+                "%d training problems are also in the evaluation task (first: %s): its accuracy is not held out",
+                len(shared), shared[0],
+            )  # fmt: skip
         self.seconds = {"train": 0.0, "eval": 0.0}
         self.dataset = to_dataset(examples, self.task)
 
@@ -130,7 +144,9 @@ class Run:
         workers = run.reward_workers
         pool = RewardPool(workers, deadline_s=run.reward_deadline) if workers else nullcontext()
         with pool as rewards_pool:
-            trainer = QeRLTrainer(run.model, make_rewards(run, self.task, rewards_pool), self.args, self.dataset)
+            trainer = QeRLTrainer(
+                run.model, make_rewards(run, self.args, self.task, rewards_pool), self.args, self.dataset
+            )
             return self._execute(trainer)
 
     def _execute(self, trainer: QeRLTrainer) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Plain dataclass without torch, so that ``qerl train --help`` answers at once.
 from dataclasses import dataclass, field
 from typing import Any
 
-REWARDS = ("correctness", "format")
+REWARDS = ("correctness", "format", "soft_overlong", "length_penalty")
 
 
 def _help(text: str) -> dict[str, Any]:
@@ -35,7 +35,12 @@ class RunConfig:
     )
     eval_task_options: dict[str, Any] = field(default_factory=dict, metadata=_help("Options of `eval_task`."))
     rewards: list[str] = field(
-        default_factory=lambda: ["correctness"], metadata=_help(f"Any of: {', '.join(REWARDS)}.")
+        default_factory=lambda: ["correctness"],
+        metadata=_help(f"Any of: {', '.join(REWARDS)}; weighted by reward_weights."),
+    )
+    overlong_cache_tokens: int | None = field(
+        default=None,
+        metadata=_help("Slope of soft_overlong, tokens; default: a fifth of max_completion_length (as DAPO)."),
     )
     reward_workers: int = field(default=2, metadata=_help("Processes that score answers (0: in the trainer)."))
     reward_deadline: float = field(default=5.0, metadata=_help("Seconds an answer may take to score."))
