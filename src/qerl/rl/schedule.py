@@ -68,11 +68,8 @@ class NoiseSchedule:
         stage = self.stage(update)
         if stage == 0:
             return 0.0
-        if self.kind == "paper":
-            progress = (stage - 1) / (self.num_stages - 1)
-        else:
-            progress = (stage - 1) / (self.num_stages - 2)
-        return self._between(progress)
+        last = self.num_stages - (1 if self.kind == "paper" else 2)
+        return self._between((stage - 1) / last)
 
     def _between(self, progress: float) -> float:
         """Sigma at ``progress`` in [0, 1] from sigma_start to sigma_end."""
