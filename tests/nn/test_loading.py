@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny, tiny_model
 from transformers import AutoModelForCausalLM
@@ -96,6 +97,25 @@ def test_a_norm_of_another_formula_is_left_alone() -> None:
     model = torch.nn.ModuleDict({"input_layernorm": OddRMSNorm()})
     assert install_norms(model) == []
     assert aqn_norms(model) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["Gemma", "StableLm", "Olmo2", "Phi3"])
+def test_other_architectures_compute_what_transformers_computes(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Scaled embeddings, norms with 1 + weight, layer norms, fused projections: left alone where ours would differ."""
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    model = load_model(tmp_path, dtype=dtype, device="cpu")
+    with torch.no_grad():
+        found, expected = model(IDS).logits.float(), stock(IDS).logits
+    assert (found - expected).norm() / expected.norm() < (1e-5 if dtype == torch.float32 else 3e-2)
 
 
 def test_asking_a_packed_checkpoint_for_another_format(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -16,8 +16,14 @@ from qerl.formats.base import get_format
 from qerl.formats.checkpoint import CheckpointReader
 from qerl.nn.attention import PACKED_ATTENTION
 from qerl.nn.group import WeightGroup
-from qerl.nn.norm import ResidualEmbedding
-from qerl.nn.surgery import ProjectionGroup, find_projection_groups, install_group, install_mlps, install_norms
+from qerl.nn.surgery import (
+    ProjectionGroup,
+    find_projection_groups,
+    install_group,
+    install_mlps,
+    install_norms,
+    install_residual_stream,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -173,9 +179,9 @@ def load_model(
     for found in list(find_projection_groups(model)):
         _load_group(found, reader, weights, dtype, device)
     _load_rest(model, reader, dtype, device)
-    model.set_input_embeddings(ResidualEmbedding.of(model.get_input_embeddings()))
-    _tie_head(model, config, reader)
     install_norms(model)
+    install_residual_stream(model)
+    _tie_head(model, config, reader)
     install_mlps(model)
     left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.device.type == "meta"]
     if left:

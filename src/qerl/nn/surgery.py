@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from qerl.formats.base import FUSED_GROUPS
 from qerl.nn.group import WeightGroup
 from qerl.nn.linear import QuantLinear
 from qerl.nn.mlp import GatedMLP, is_silu_mlp
-from qerl.nn.norm import RMSNorm
+from qerl.nn.norm import ResidualEmbedding, RMSNorm
 
 # Projections of a decoder layer that share no input with another one.
 SINGLE_PROJECTIONS = ("o_proj", "down_proj")
@@ -86,6 +87,20 @@ def install_norms(model: nn.Module) -> list[str]:
         setattr(parent, name.rpartition(".")[2], RMSNorm(weight, eps))
         replaced.append(name)
     return replaced
+
+
+def install_residual_stream(model: PreTrainedModel) -> bool:
+    """Let the residual stream run in fp32 (mutates the model), where that is safe; returns whether it was done.
+
+    It needs a plain embedding (others scale or normalize their output) and norms that take fp32 and give the compute
+    dtype, which only the replaced ones do.
+    """
+    embedding = model.get_input_embeddings()
+    norms = [m for m in model.modules() if type(m).__name__.endswith("Norm")]
+    if type(embedding) is not nn.Embedding or not all(isinstance(m, RMSNorm) for m in norms):
+        return False
+    model.set_input_embeddings(ResidualEmbedding.of(embedding))
+    return True
 
 
 def install_mlps(model: nn.Module) -> list[str]:

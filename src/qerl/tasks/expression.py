@@ -75,6 +75,30 @@ def contains(node: Node, *ops: str) -> bool:
     return node.op in ops or (node.op == "constant" and node.name in ops) or any(contains(a, *ops) for a in node.args)
 
 
+def calculates(node: Node) -> bool:
+    """Whether a formula leaves a calculation to the reader: a sum, product or nested quotient of plain numbers.
+
+    One number is no calculation, in whatever form: signs, a fraction, a mixed number, scientific notation, percent.
+    Powers, roots and functions are forms of exact numbers too, and symbols make a formula.
+    """
+    if node.op in ("neg", "percent", "degree"):
+        return calculates(node.args[0])
+    if node.op == "div":
+        return not all(arg.op in ("number", "neg") and not calculates(arg) for arg in node.args) and _numeric(node)
+    if node.op == "add":
+        whole, rest = node.args[0], node.args[-1]
+        is_fraction = rest.op == "div" and all(arg.op == "number" for arg in rest.args)
+        proper = is_fraction and rest.args[0].value < rest.args[1].value
+        mixed = len(node.args) == 2 and whole.op == "number" and whole.value.denominator == 1 and proper
+        return _numeric(node) and not mixed
+    return node.op == "mul" and _numeric(node)
+
+
+def _numeric(node: Node) -> bool:
+    """Whether a tree holds nothing but numbers and the four operations."""
+    return node.op == "number" or (node.op in ("add", "mul", "div", "neg") and all(_numeric(arg) for arg in node.args))
+
+
 def number(value: Fraction | int, literal: str = "") -> Node:
     """A number leaf."""
     return Node("number", value=Fraction(value), literal=literal)

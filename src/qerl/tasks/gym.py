@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -18,6 +19,7 @@ from qerl.tasks.verify import verify
 _TEST_SEED_OFFSET = 1 << 30
 _DRAWS_PER_QUESTION = 20
 _MIN_DRAWS = 2_000
+_QUOTIENT = re.compile(r"\d\s*[/÷]\s*\d|\\[dt]?frac")
 # the scorer of these compares numbers within a stated tolerance, or accepts other forms than one number
 _OWN_SCORER = frozenset({"power_function", "polynomial_equations", "complex_arithmetic", "advanced_geometry"})
 
@@ -54,6 +56,8 @@ def score_entry(name: str, config: dict[str, Any], example: Example, completion:
     if answer is None:
         return Score(0.0, None, "no answer found")
     if name not in _OWN_SCORER and exact_number(example.answer) is not None:
+        if _QUOTIENT.search(answer) and not _QUOTIENT.search(example.answer):
+            return Score(0.0, answer, "a quotient for a gold that is none")  # "10 / 2" repeats the question
         verdict = verify(example.answer, answer, extracted=True)
         return Score(float(verdict.equal), answer, verdict.reason)
     own = float(_scorer(name, json.dumps(config, sort_keys=True)).score_answer(answer, example.metadata["entry"]))
