@@ -112,7 +112,7 @@ def test_gpu_cuda_graph() -> None:
     assert torch.equal(y, expected) and torch.equal(total, expected_total)
 
 
-def _fp32_stream_agrees(device: str) -> None:
+def check_fp32_stream(device: str) -> None:
     """bf16 layer output added to an fp32 residual stream: nothing is rounded but the result; dx is fp32."""
     x = torch.randn(7, 576, device=device).bfloat16()
     residual, noise = 8 * torch.randn(7, 576, device=device), 0.01 * torch.randn(576, device=device)
@@ -132,9 +132,9 @@ def _fp32_stream_agrees(device: str) -> None:
 
 
 def test_fp32_stream_with_bf16_weights() -> None:
-    _fp32_stream_agrees("cpu")
+    check_fp32_stream("cpu")
 
 
 @pytest.mark.gpu
 def test_gpu_fp32_stream_with_bf16_weights() -> None:
-    _fp32_stream_agrees("cuda")
+    check_fp32_stream("cuda")

@@ -46,7 +46,7 @@ def test_refused_with_what_to_change(field: str, value: object, words: str, conf
 
 def test_checkpoints_must_fall_between_generations(config: Make) -> None:
     """Buffered completions are not checkpointed."""
-    with pytest.raises(ConfigError, match="save_steps=3 must be a multiple of 4"):
+    with pytest.raises(ConfigError, match="save_steps=3: save_steps must be a multiple of 4"):
         config(save_strategy="steps", save_steps=3, num_iterations=4)
     assert config(save_strategy="steps", save_steps=8, num_iterations=4).updates_per_generation == 4
     assert config(steps_per_generation=4, gradient_accumulation_steps=2).updates_per_generation == 2

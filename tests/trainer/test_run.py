@@ -148,13 +148,13 @@ def test_sigterm_writes_a_checkpoint_and_ends(values: dict, tmp_path: Path) -> N
     started = time.perf_counter()
     result = start({**values, "save_steps": 4}, kill_at=1, action="term")
     assert result.returncode == 0, result.stderr[-2000:]
-    assert "stopped by SIGTERM after step 2; checkpoint written" in result.stdout
+    assert "stopped by SIGTERM after step 2; checkpoint written to" in result.stdout
     assert (tmp_path / "run" / "checkpoint-2" / "trainer_state.json").is_file()
     assert time.perf_counter() - started < 200
 
 
 def test_nothing_to_resume_from_is_said(values: dict, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no checkpoint-N folder"):
+    with pytest.raises(ConfigError, match="holds no complete checkpoint-N folder"):
         Run(*build_configs({**values, "resume_from_checkpoint": "true"}))
     with pytest.raises(ConfigError, match=r"trainer_state.json is missing"):
         Run(*build_configs({**values, "resume_from_checkpoint": str(tmp_path)}))

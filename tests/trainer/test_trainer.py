@@ -98,7 +98,7 @@ def test_scope_both_trains_under_the_sample_it_was_drawn_with(trainer: MakeTrain
     made, logs = run(trainer, max_steps=1, aqn_scope="both", aqn_schedule="constant")
     assert logs.values("sampling/importance_sampling_ratio/max")[0] == pytest.approx(1, abs=1e-4)
     assert logs.values("sampling/importance_sampling_ratio/min")[0] == pytest.approx(1, abs=1e-4)
-    assert made.noise.active_sigma == 0.05
+    assert made.noise.active_sigma == 0.0  # the policy is clean once training is over
 
 
 def test_evaluation_and_checkpoints_are_free_of_noise(trainer: MakeTrainer, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ the chunk is computed again in the backward pass, so memory holds one chunk of `
 With z = logits / T, p = softmax(z), H = -sum p log p:  d log p_y / dz = onehot(y) - p  and  dH / dz = -p (log p + H).
 """
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chunk by chunk; keeps the normalizers and entropies, never the logits."""
         ctx.temperature = temperature
         ctx.rows = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
         logprobs, entropies, normalizers = (hidden.new_empty(labels.shape, dtype=torch.float32) for _ in range(3))
@@ -50,6 +52,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None]:
+        """Computes each chunk's logits again; the gradient enters the matmul in the dtype of the weight."""
         hidden, weight, labels, normalizers, entropies = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         uses_entropy = bool(grad_entropies.any())
@@ -89,20 +92,21 @@ def chunked_logprobs(
     return _ChunkedLogprobs.apply(hidden, weight, labels, temperature)
 
 
+def _scoring_forward(self: PreTrainedModel, *args: Any, score_labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
+    if score_labels is None:
+        return type(self).forward(self, *args, **kwargs)
+    hidden = self.base_model(*args, use_cache=False, **kwargs).last_hidden_state[0]
+    wanted = score_labels >= 0
+    head: nn.Module = self.get_output_embeddings()
+    return chunked_logprobs(hidden[wanted], head.weight, score_labels[wanted], self.qerl_temperature)
+
+
 def install_scoring_head(model: PreTrainedModel, temperature: float) -> None:
     """Let ``model(..., score_labels=[T])`` return (log-probs, entropies) of the rows with a label >= 0.
 
-    Other calls are unchanged. The forward of this one instance is wrapped, so that wrappers around the model (PEFT,
-    data parallel) see an ordinary forward call.
+    Other calls are unchanged. The forward of this one instance is wrapped (in place of TRL's fused head), so that
+    wrappers around the model (PEFT, data parallel) see an ordinary forward call; copies of the model run their own
+    weights.
     """
-    original_forward = model.forward
-
-    def forward(*args: Any, score_labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        if score_labels is None:
-            return original_forward(*args, **kwargs)
-        hidden = model.base_model(*args, use_cache=False, **kwargs).last_hidden_state[0]
-        wanted = score_labels >= 0
-        head: nn.Module = model.get_output_embeddings()
-        return chunked_logprobs(hidden[wanted], head.weight, score_labels[wanted], temperature)
-
-    model.forward = forward
+    model.qerl_temperature = temperature
+    model.forward = MethodType(_scoring_forward, model)

@@ -101,6 +101,7 @@ def check_lora_config(config: LoraConfig) -> None:
         "lora_bias": config.lora_bias,
         "target_parameters": bool(config.target_parameters),
         "modules_to_save": bool(config.modules_to_save),
+        f"bias={config.bias!r}": config.bias != "none",
     }
     named = [name for name, is_set in refused.items() if is_set]
     if named:
@@ -127,7 +128,8 @@ def prepare_lora_config(config: LoraConfig, model: nn.Module) -> LoraConfig:
         AdapterError: an unsupported option, or targets that match no frozen linear of the model.
     """
     check_lora_config(config)
-    names = {name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+    linears = [name.removesuffix(".base_layer") for name, m in model.named_modules() if isinstance(m, QuantLinear)]
+    names = {name.rsplit(".", 1)[-1] for name in linears}
     if config.target_modules is None or config.target_modules == "all-linear":
         config.target_modules = set(names)
     wanted = config.target_modules

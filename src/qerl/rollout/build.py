@@ -10,7 +10,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl.nn.loading import eos_token_ids, load_model
 from qerl.nn.lora import prepare_lora_config
+from qerl.rollout.core import RequestTooLongError
 from qerl.rollout.engine import EngineConfig, RolloutEngine
+from qerl.rollout.kv_cache import blocks_for_tokens, bytes_per_block
 from qerl.rollout.lora import AdapterMismatchError
 from qerl.rollout.runner import DecoderRunner, UnsupportedArchitectureError
 from qerl.rollout.transformers_backend import TransformersEngine
@@ -25,6 +27,7 @@ def make_engine(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_model_len: int,
+    useful_model_len: int | None = None,
     backend: str = "auto",
     max_num_seqs: int = 256,
     memory_bytes: int | None = None,
@@ -33,6 +36,7 @@ def make_engine(
 
     Args:
         max_model_len: longest prompt + completion it must serve.
+        useful_model_len: longest it should serve where the model allows; default: ``max_model_len``.
         backend: ``engine``, ``transformers`` or ``auto`` (engine, with a logged fallback).
         max_num_seqs: sequences decoded at once.
         memory_bytes: bytes for the KV cache; None: what a call needs at most.
@@ -40,6 +44,7 @@ def make_engine(
     Raises:
         UnsupportedArchitectureError: ``backend="engine"`` and the runner does not know the model.
         ValueError: ``max_model_len`` beyond the model's positions.
+        RequestTooLongError: ``memory_bytes`` holds less than one such sequence.
     """
     eos = eos_token_ids(model, tokenizer.eos_token_id)
     limit = model.config.max_position_embeddings
@@ -48,8 +53,9 @@ def make_engine(
             f"prompt + completion may reach {max_model_len} tokens, but the model has {limit} positions: lower "
             "max_prompt_length or max_completion_length"
         )
+    useful = min(limit, max(max_model_len, useful_model_len or 0))
     if backend == "transformers":
-        return TransformersEngine(model, eos, max_model_len, max_num_seqs)
+        return TransformersEngine(model, eos, useful, max_num_seqs)
     try:
         runner = DecoderRunner(model)
         if max_model_len > runner.max_position:
@@ -60,13 +66,28 @@ def make_engine(
         if backend == "engine":
             raise
         logger.warning("rollouts fall back to transformers generation (slower): %s", error)
-        return TransformersEngine(model, eos, max_model_len, max_num_seqs)
-    config = EngineConfig(max_num_seqs=max_num_seqs, max_model_len=max_model_len, memory_bytes=memory_bytes)
+        return TransformersEngine(model, eos, useful, max_num_seqs)
+    if memory_bytes is not None:
+        _check_cache_size(runner, memory_bytes, max_model_len)
+    useful = min(useful, runner.max_position)
+    config = EngineConfig(max_num_seqs=max_num_seqs, max_model_len=useful, memory_bytes=memory_bytes)
     return RolloutEngine(runner, eos, config)
 
 
-def load_adapter(model: nn.Module, adapter: str | Path) -> nn.Module:
-    """Wrap ``model`` with a PEFT adapter from disk.
+def _check_cache_size(runner: DecoderRunner, memory_bytes: int, max_model_len: int) -> None:
+    """One sequence of full length must fit the KV cache, and the null block beside it."""
+    size = EngineConfig().block_size
+    per_block = bytes_per_block(runner.num_layers, size, runner.num_kv_heads, runner.head_dim, runner.dtype)
+    needed = (blocks_for_tokens(max_model_len, size) + 1) * per_block
+    if memory_bytes < needed:
+        raise RequestTooLongError(
+            f"a KV cache of {memory_bytes / 2**30:.6f} GiB holds no sequence of {max_model_len} tokens, which takes "
+            f"{needed / 2**30:.6f} GiB: raise kv_cache_gb, or lower max_prompt_length or max_completion_length"
+        )
+
+
+def load_adapter(model: nn.Module, adapter: str | Path, *, is_trainable: bool = False) -> nn.Module:
+    """Wrap ``model`` with a PEFT adapter from disk, frozen unless ``is_trainable``.
 
     Raises:
         AdapterMismatchError: no adapter there, or tensors of it that match nothing in the model.
@@ -81,7 +102,9 @@ def load_adapter(model: nn.Module, adapter: str | Path) -> nn.Module:
             f"{folder} holds no PEFT adapter (adapter_config.json and adapter_model.safetensors)"
         )
     config = prepare_lora_config(LoraConfig.from_pretrained(str(folder)), model)
-    wrapped = PeftModel.from_pretrained(model, str(folder), config=config, autocast_adapter_dtype=True)
+    wrapped = PeftModel.from_pretrained(
+        model, str(folder), config=config, autocast_adapter_dtype=True, is_trainable=is_trainable
+    )
     have = {name.replace(".default", "") for name in wrapped.state_dict() if "lora_" in name}
     with safe_open(weights, framework="pt") as file:
         stored = set(file.keys())

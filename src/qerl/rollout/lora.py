@@ -44,13 +44,19 @@ class GroupLora:
         """Cast the masters into the shadows (in place)."""
         for member, rank_rows, _, b in self.parts:
             lora_a, lora_b, scaling = _active(member)
+            if lora_a.weight.shape[0] != rank_rows.stop - rank_rows.start:
+                raise AdapterMismatchError(
+                    f"the active adapter has rank {lora_a.weight.shape[0]}, the engine was built for "
+                    f"{rank_rows.stop - rank_rows.start}: build a new engine after set_adapter"
+                )
             self.a[rank_rows].copy_(lora_a.weight)
             b.copy_(lora_b.weight * scaling)
 
     def add_to(self, y: torch.Tensor, x: torch.Tensor) -> None:
         """``y[:, segment] += (x A^T) B^T`` for every member; ``y`` [T, N] is mutated."""
-        low_rank = x @ self.a.t()
-        for _, rank_rows, out_rows, b in self.parts:
+        enabled = [part for part in self.parts if not part[0].disable_adapters]
+        low_rank = x @ self.a.t() if enabled else None
+        for _, rank_rows, out_rows, b in enabled:
             y[:, out_rows].addmm_(low_rank[:, rank_rows], b.t())
 
     @property

@@ -103,6 +103,11 @@ class DecoderRunner:
             raise UnsupportedArchitectureError(
                 f"model type {config.model_type!r} is not in {', '.join(SUPPORTED_MODEL_TYPES)}"
             )
+        rope_type = getattr(causal.model.rotary_emb, "rope_type", "default")
+        if rope_type == "longrope":
+            raise UnsupportedArchitectureError(
+                "longrope scales with the longest sequence of a batch, so engine and trainer would differ"
+            )
         self.causal = causal
         self.decoder = causal.model
         self.embedding: nn.Embedding = causal.get_input_embeddings()

@@ -6,7 +6,8 @@ prefix). LoRA and noise act because the model's own modules run.
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -110,7 +111,8 @@ class TransformersEngine:
             output_logits=True,
             output_scores=True,
         )
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+        rng = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        with rng, torch.no_grad(), _neutral_generation_config(self.model):
             torch.manual_seed(int.from_bytes(digest, "little") >> 1)
             result = self.model.generate(ids.to(device), attention_mask=mask.to(device), generation_config=config)
         tokens = result.sequences[:, width:]
@@ -121,6 +123,21 @@ class TransformersEngine:
             _output(p, s, tokens[i].tolist(), processed[i].tolist(), plain[i].tolist(), set(stop))
             for i, (p, s) in enumerate(rows)
         ]
+
+
+@contextmanager
+def _neutral_generation_config(model: nn.Module) -> Iterator[None]:
+    """Without the model's own sampling defaults (repetition penalties, n-gram bans), which fill unset fields."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    owners = {id(m): m for m in (model, base)}.values()
+    saved = [(owner, owner.generation_config) for owner in owners]
+    for owner, _ in saved:
+        owner.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        for owner, config in saved:
+            owner.generation_config = config
 
 
 def _picked_logprobs(logits: tuple[torch.Tensor, ...], tokens: torch.Tensor, temperature: float) -> torch.Tensor:

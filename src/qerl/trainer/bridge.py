@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Row ids of one turn stay below this, so that turns of the tool loop never share a random stream.
+# Row ids of one turn stay below the first, turns of one rank below the second over the first: no two calls of an update
+# share a random stream, whatever the number of rows in a later turn of the tool loop.
 _ROWS_PER_TURN = 1 << 24
+_MAX_TURNS = 1 << 16
+# Evaluations draw from a turn of their own, so that they never change what training draws.
+_EVALUATION_TURN = _MAX_TURNS
 
 
 def group_rows(prompts: list[list[int]]) -> list[tuple[int, int]]:
@@ -93,6 +97,8 @@ class RolloutBridge:
         """
         if images is not None:
             raise NotImplementedError("the rollout engine samples text only; images are not supported")
+        # TRL syncs once per update; the adapter may have changed without one (best model loaded, a second train()).
+        self.sync_weights()
         start = time.perf_counter()
         with profiler, self._noise():
             outputs = self._sample(prompts)
@@ -104,6 +110,8 @@ class RolloutBridge:
 
     def _turn(self) -> int:
         """0 for the first call after an update, then 1, 2, ... (the tool loop's turns)."""
+        if not self.trainer.model.training:
+            return _EVALUATION_TURN
         step = self.trainer.state.global_step
         turn = self._turn_of_step[1] + 1 if self._turn_of_step[0] == step else 0
         self._turn_of_step = (step, turn)
@@ -112,8 +120,12 @@ class RolloutBridge:
     def _sample(self, prompts: list[list[int]]) -> list[CompletionOutput]:
         args, state = self.trainer.args, self.trainer.state
         groups = group_rows(prompts)
-        # Ids count rows over all ranks, so the same global batch draws the same samples on any number of ranks.
-        first_row = self.trainer.accelerator.process_index * len(prompts) + self._turn() * _ROWS_PER_TURN
+        # Ids of the first turn count rows over all ranks, so the same global batch draws the same samples on any number
+        # of ranks. Later turns have other numbers of rows on every rank and get a range per rank.
+        rank, turn = self.trainer.accelerator.process_index, self._turn()
+        first_row = rank * len(prompts) + turn * _ROWS_PER_TURN
+        if 0 < turn < _EVALUATION_TURN:
+            first_row = ((rank + 1) * _MAX_TURNS + turn + 1) * _ROWS_PER_TURN
         by_size: dict[int, list[tuple[int, int]]] = {}
         for group in groups:
             by_size.setdefault(group[1], []).append(group)

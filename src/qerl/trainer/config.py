@@ -7,6 +7,7 @@ fields that steer a vLLM process are refused with the replacement named.
 
 import dataclasses
 import logging
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,7 +142,12 @@ class QeRLConfig(GRPOConfig):
             self.gradient_checkpointing = torch.cuda.is_available() and not self.use_cpu
         if self.use_cpu or not torch.cuda.is_available():
             self.dataloader_pin_memory = False
-        if self.num_generations is not None and self.num_generations < 2:
+        for name in ("num_generations", "max_completion_length"):
+            if getattr(self, name) is None:
+                raise ConfigError(f"{name} must be a number: the batch and the KV cache are sized from it.")
+        if self.cast_lm_head_to_fp32:
+            raise ConfigError("cast_lm_head_to_fp32 is not needed: logits are fp32 from the matmul on; leave it off.")
+        if self.num_generations < 2:
             raise ConfigError(
                 f"num_generations={self.num_generations}: a group of one has no baseline, so every advantage is 0. "
                 "Use at least 2 (8 in the paper)."
@@ -190,15 +196,19 @@ class QeRLConfig(GRPOConfig):
 
     @property
     def updates_per_generation(self) -> int:
-        """Optimizer updates made from one generated batch."""
-        return max(1, self.steps_per_generation * self.num_iterations // self.gradient_accumulation_steps)
+        """Optimizer updates after which a generated batch and an update end together."""
+        micro_steps = self.steps_per_generation * self.num_iterations
+        return math.lcm(micro_steps, self.gradient_accumulation_steps) // self.gradient_accumulation_steps
 
     def _check_save_boundary(self) -> None:
         """Buffered completions are not checkpointed, so a checkpoint must fall between two generations."""
         every = self.updates_per_generation
         strategy = getattr(self.save_strategy, "value", self.save_strategy)
-        if strategy == "steps" and self.save_steps >= 1 and self.save_steps % every != 0:
+        if every == 1 or strategy == "no":
+            return
+        if strategy != "steps" or self.save_steps < 1 or self.save_steps % every != 0:
             raise ConfigError(
-                f"save_steps={self.save_steps:g} must be a multiple of {every} (updates made from one generated "
-                "batch): a checkpoint in between could not be resumed with the same samples."
+                f"save_strategy={strategy!r} with save_steps={self.save_steps:g}: save_steps must be a multiple of "
+                f"{every} (updates made from one generated batch): a checkpoint in between could not be resumed with "
+                "the same samples."
             )

@@ -42,6 +42,10 @@ def check_prompts(
     Raises:
         ConfigError: overlong prompts with ``overlong_prompts="error"``, or none left.
     """
+    if len(dataset) == 0:
+        raise ConfigError("the training data set is empty")
+    if "prompt" not in dataset.column_names:
+        raise ConfigError(f"the data set has no column 'prompt'; it has {', '.join(dataset.column_names)}")
     kwargs = {**(args.chat_template_kwargs or {}), "tools": tools or None}
     first = dataset[0]["prompt"]
     if isinstance(first, str) and tokenizer.chat_template:
@@ -51,6 +55,8 @@ def check_prompts(
         )
     lengths = [len(render_prompt(row["prompt"], tokenizer, kwargs)) for row in dataset.select_columns("prompt")]
     logger.info("first prompt as the model sees it:\n%s", tokenizer.decode(render_prompt(first, tokenizer, kwargs)))
+    if min(lengths) == 0:
+        raise ConfigError(f"prompt {lengths.index(0)} is empty: nothing to continue from")
     limit = args.max_prompt_length
     if limit is None:
         return dataset, max(lengths)
@@ -67,6 +73,31 @@ def check_prompts(
     drop = set(overlong)
     kept = dataset.select([row for row in range(len(lengths)) if row not in drop])
     return kept, max(length for row, length in enumerate(lengths) if row not in drop)
+
+
+def longest_eval_prompt(
+    datasets: Any, tokenizer: PreTrainedTokenizerBase, args: QeRLConfig, tools: list[Any] | None
+) -> int:
+    """Longest prompt (tokens) of the evaluation data: one set, a dict of sets, or none; streams count as 0.
+
+    Raises:
+        ConfigError: a prompt over ``max_prompt_length``; dropping it would change what is measured.
+    """
+    kwargs = {**(args.chat_template_kwargs or {}), "tools": tools or None}
+    parts = datasets.values() if isinstance(datasets, dict) else [datasets]
+    lengths = [
+        len(render_prompt(row["prompt"], tokenizer, kwargs))
+        for part in parts
+        if isinstance(part, Dataset)
+        for row in part.select_columns("prompt")
+    ]
+    longest = max(lengths, default=0)
+    if args.max_prompt_length is not None and longest > args.max_prompt_length:
+        raise ConfigError(
+            f"the longest evaluation prompt has {longest} tokens, over max_prompt_length={args.max_prompt_length}: "
+            "raise it, or shorten the evaluation set"
+        )
+    return longest
 
 
 def kv_cache_bytes(engine: RolloutEngine, rows: int, prompt_len: int, max_model_len: int) -> int:

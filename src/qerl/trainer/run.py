@@ -17,10 +17,16 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
 from qerl.evaluation.result import EvalResult
-from qerl.evaluation.run_log import AFTER_DIR, BEFORE_DIR, SUMMARY_FILE, RunExistsError, RunWriter
+from qerl.evaluation.run_log import (
+    AFTER_DIR,
+    BEFORE_DIR,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    RunExistsError,
+    update_summary,
+)
 from qerl.evaluation.runner import evaluate
 from qerl.tasks.base import Task, to_dataset
 from qerl.tasks.examples import overlap
@@ -77,10 +83,18 @@ def make_rewards(run: RunConfig, args: QeRLConfig, task: Task, pool: RewardPool 
     return [made[name]() for name in run.rewards]
 
 
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest complete ``checkpoint-N``; incomplete ones (killed while saving) and stray files are skipped."""
+    found = [p for p in folder.glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdigit() and p.is_dir()]
+    for path in sorted(found, key=lambda p: int(p.name.removeprefix("checkpoint-")), reverse=True):
+        if (path / "trainer_state.json").is_file():  # written last
+            return path
+        logger.warning("%s is incomplete (no trainer_state.json) and is skipped", path)
+    return None
+
+
 def resume_checkpoint(args: QeRLConfig) -> str | None:
     """The checkpoint to resume from: a path, the newest one of the output folder, or None.
-
-    Stray files in the folder are ignored.
 
     Raises:
         RunExistsError: the folder holds a run and nothing was said about resuming.
@@ -88,20 +102,25 @@ def resume_checkpoint(args: QeRLConfig) -> str | None:
     """
     wanted = args.resume_from_checkpoint
     folder = Path(args.output_dir)
-    newest = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    newest = newest_checkpoint(folder)
     if isinstance(wanted, str) and wanted.lower() not in ("true", "false"):
         if not (Path(wanted) / "trainer_state.json").is_file():
             raise ConfigError(f"resume_from_checkpoint={wanted!r} is no checkpoint (trainer_state.json is missing)")
         return wanted
     if wanted and str(wanted).lower() == "true":
         if newest is None:
-            raise ConfigError(f"resume_from_checkpoint: {folder} holds no checkpoint-N folder to resume from")
-        return newest
-    if newest is not None or (folder / SUMMARY_FILE).is_file():
+            raise ConfigError(
+                f"resume_from_checkpoint: {folder} holds no complete checkpoint-N folder to resume from; choose "
+                "another output_dir to start anew"
+            )
+        return str(newest)
+    if newest is not None:
         raise RunExistsError(
             f"{folder} already holds a run; add --resume_from_checkpoint true to continue it, or choose another "
             "output_dir"
         )
+    if any((folder / name).is_file() for name in (SUMMARY_FILE, METRICS_FILE)):
+        raise RunExistsError(f"{folder} already holds a run without a checkpoint; choose another output_dir")
     return None
 
 
@@ -145,11 +164,15 @@ class Run:
         pool = RewardPool(workers, deadline_s=run.reward_deadline) if workers else nullcontext()
         with pool as rewards_pool:
             trainer = QeRLTrainer(
-                run.model, make_rewards(run, self.args, self.task, rewards_pool), self.args, self.dataset
+                run.model,
+                make_rewards(run, self.args, self.task, rewards_pool),
+                self.args,
+                self.dataset,
+                eval_max_new_tokens=run.eval_max_new_tokens,
             )
-            return self._execute(trainer)
+            return self._execute(trainer, rewards_pool)
 
-    def _execute(self, trainer: QeRLTrainer) -> dict[str, Any]:
+    def _execute(self, trainer: QeRLTrainer, pool: RewardPool | None) -> dict[str, Any]:
         run, stop = self.run, StopOnSignal()
         trainer.add_callback(RunLogger(trainer, self.show, run_values=asdict(run)))
         trainer.add_callback(stop)
@@ -157,24 +180,38 @@ class Run:
             trainer.remove_callback(noisy)
         summary: dict[str, Any] = {"model": run.model, "task": run.task}
         if run.evaluate_before and self.checkpoint is None:
-            summary["before"] = self._evaluate(trainer, BEFORE_DIR)
+            summary["before"] = self._evaluate(trainer, BEFORE_DIR, pool)
+            self._note(trainer, before=summary["before"])
         start = time.perf_counter()
         with stop.installed():
             trainer.train(resume_from_checkpoint=self.checkpoint)
         self.seconds["train"] = time.perf_counter() - start
-        if stop.received:
-            self.show(f"stopped by SIGTERM after step {trainer.state.global_step}; checkpoint written")
+        step = trainer.state.global_step
+        if stop.received and step < trainer.state.max_steps:
+            self.show(f"stopped by SIGTERM after step {step}; checkpoint written to {self.args.output_dir}")
         else:
             trainer.save_model(str(Path(self.args.output_dir) / "adapter"))
             if run.evaluate_after:
-                summary["after"] = self._evaluate(trainer, AFTER_DIR)
-        summary |= {"steps": trainer.state.global_step, "seconds": self.seconds}
-        writer = RunWriter(self.args.output_dir, resume_step=trainer.state.global_step)
-        writer.update_summary(**summary)
+                summary["after"] = self._evaluate(trainer, AFTER_DIR, pool)
+        summary |= {"steps": step, "seconds": self.seconds}
+        self._note(trainer, **summary)
         return summary
 
-    def _evaluate(self, trainer: QeRLTrainer, folder: str) -> dict[str, Any]:
-        """Greedy evaluation through the trainer's engine, under the clean policy."""
+    def _note(self, trainer: QeRLTrainer, **fields: Any) -> None:
+        """Merge ``fields`` into the run's summary (first rank only)."""
+        if trainer.accelerator.is_main_process:
+            update_summary(self.args.output_dir, **fields)
+
+    def _evaluate(self, trainer: QeRLTrainer, folder: str, pool: RewardPool | None) -> dict[str, Any] | None:
+        """Greedy evaluation through the engine of the first rank, under the clean policy; the others wait."""
+        result = None
+        if trainer.accelerator.is_main_process:
+            with trainer.noise.suspended() if trainer.noise is not None else nullcontext():
+                result = self._evaluate_here(trainer, folder, pool)
+        trainer.accelerator.wait_for_everyone()
+        return result
+
+    def _evaluate_here(self, trainer: QeRLTrainer, folder: str, pool: RewardPool | None) -> dict[str, Any]:
         start = time.perf_counter()
         trainer.model.eval()
         trainer.bridge.sync_weights()
@@ -184,6 +221,7 @@ class Run:
             self.eval_task,
             max_new_tokens=self.run.eval_max_new_tokens or self.args.max_completion_length,
             limit=self.run.eval_limit,
+            pool=pool,
             output_dir=Path(self.args.output_dir) / folder,
             resume=False,
             model=self.run.model,

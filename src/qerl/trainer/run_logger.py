@@ -72,6 +72,7 @@ class RunLogger(TrainerCallback):
         self.show = show
         self.writer: RunWriter | None = None
         self._step_start = 0.0
+        self._seconds = 0.0
         self._train_start = 0.0
         self._first_step = 0
         self._flat_rewards = 0
@@ -95,6 +96,10 @@ class RunLogger(TrainerCallback):
         """Start of an update's clock (data loading and generation happen inside)."""
         self._step_start = time.perf_counter()
 
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count the update's seconds (evaluations and checkpoints come later and do not count)."""
+        self._seconds += time.perf_counter() - self._step_start
+
     def on_log(
         self,
         args: TrainingArguments,
@@ -104,11 +109,12 @@ class RunLogger(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Write the step's figures and show them."""
-        if self.writer is None or logs is None or "reward" not in logs or state.global_step <= self.writer.last_step:
+        if self.writer is None or logs is None or "loss" not in logs or state.global_step <= self.writer.last_step:
             return
         metrics = self._metrics(logs)
         self.writer.write_step(state.global_step, metrics)
-        self.writer.write_samples(state.global_step, self._samples())
+        if "reward" in logs:  # not every update follows a rollout of its own
+            self.writer.write_samples(state.global_step, self._samples())
         done = state.global_step - self._first_step
         elapsed = time.perf_counter() - self._train_start
         left = (state.max_steps - state.global_step) * elapsed / max(done, 1)
@@ -121,7 +127,7 @@ class RunLogger(TrainerCallback):
         metrics |= {k: v for k, v in logs.items() if k.startswith(("rewards/", "reward_pool/", "completions/"))}
         generate, tokens = self.trainer.bridge.take_timings()
         score = self.trainer.take_reward_seconds()
-        whole = time.perf_counter() - self._step_start
+        whole, self._seconds = self._seconds, 0.0
         metrics |= {
             "time_generate": generate,
             "time_score": score,

@@ -8,6 +8,7 @@ A thin subclass. Losses, advantages, masks, tools, logging, checkpointing and re
 * ``_generate_and_score_completions``: wrapped to log what the importance weights say.
 """
 
+import inspect
 import logging
 import time
 from collections.abc import Callable
@@ -19,13 +20,14 @@ from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.data import Sampler
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
 
 from qerl.nn.attention import PACKED_ATTENTION
 from qerl.nn.head import install_scoring_head
-from qerl.nn.loading import load_model
-from qerl.nn.lora import LoraQuantLinear, prepare_lora_config
+from qerl.nn.loading import eos_token_ids, load_model
+from qerl.nn.lora import LoraQuantLinear, check_lora_config, prepare_lora_config
 from qerl.nn.norm import aqn_norms
 from qerl.rl.aqn import NoiseInjector
 from qerl.rollout.build import make_engine
@@ -34,8 +36,16 @@ from qerl.trainer.bridge import RolloutBridge
 from qerl.trainer.config import ConfigError, QeRLConfig
 from qerl.trainer.logprobs import packed_logprobs
 from qerl.trainer.parity import effective_sample_size
-from qerl.trainer.preflight import check_prompts, format_memory_table, kv_cache_bytes, memory_table, try_worst_case
+from qerl.trainer.preflight import (
+    check_prompts,
+    format_memory_table,
+    kv_cache_bytes,
+    longest_eval_prompt,
+    memory_table,
+    try_worst_case,
+)
 from qerl.trainer.regroup import regroup
+from qerl.trainer.sampler import EpochRepeatSampler
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +73,7 @@ class QeRLTrainer(GRPOTrainer):
         train_dataset: rows with a ``prompt`` (messages or text) and any columns for the rewards.
         processing_class: tokenizer; default: the model folder's.
         peft_config: LoRA config; default: from ``args.lora_*``.
+        eval_max_new_tokens: longest completion that evaluations through ``engine`` will ask for.
         **kwargs: passed to TRL (``eval_dataset``, ``callbacks``, ``optimizers``, ``tools``, ...).
 
     Raises:
@@ -82,6 +93,7 @@ class QeRLTrainer(GRPOTrainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         peft_config: LoraConfig | None = None,
         callbacks: list[TrainerCallback] | None = None,
+        eval_max_new_tokens: int | None = None,
         **kwargs: Any,
     ) -> None:
         if isinstance(model, (str, Path)):
@@ -98,11 +110,19 @@ class QeRLTrainer(GRPOTrainer):
             processing_class = AutoTokenizer.from_pretrained(model.config.name_or_path, padding_side="left")
         if processing_class.pad_token is None:
             processing_class.pad_token = processing_class.eos_token
+        if processing_class.pad_token is None:
+            raise ConfigError("the tokenizer has neither a pad nor an EOS token: set tokenizer.pad_token")
+        # TRL reads the EOS ids from the generation config alone; every id that ends a sample must be in it.
+        eos_ids = eos_token_ids(model, processing_class.eos_token_id)
+        _causal_model(model).generation_config.eos_token_id = list(eos_ids)
+        model.generation_config.eos_token_id = list(eos_ids)
         peft_config = self._lora_config(model, args, peft_config)
         longest_prompt = None
         if isinstance(train_dataset, Dataset):
             train_dataset, longest_prompt = check_prompts(train_dataset, processing_class, args, kwargs.get("tools"))
-        timed = [_TimedReward(f) if callable(f) else f for f in _as_list(reward_funcs)]
+            longest_eval = longest_eval_prompt(kwargs.get("eval_dataset"), processing_class, args, kwargs.get("tools"))
+            longest_prompt = max(longest_prompt, longest_eval)
+        timed = [_TimedReward(f) if _is_plain_function(f) else f for f in _as_list(reward_funcs)]
         super().__init__(
             model=model,
             reward_funcs=timed,
@@ -116,11 +136,17 @@ class QeRLTrainer(GRPOTrainer):
         self._timed_rewards = [f for f in timed if isinstance(f, _TimedReward)]
         self._low_ess_rollouts = 0
         self._rewards_per_func: torch.Tensor | None = None
-        self._install_rollouts(longest_prompt)
+        self._install_rollouts(longest_prompt, eval_max_new_tokens or 0)
 
     @staticmethod
     def _lora_config(model: nn.Module, args: QeRLConfig, peft_config: LoraConfig | None) -> LoraConfig | None:
         if any(isinstance(m, LoraQuantLinear) for m in model.modules()):
+            for config in model.peft_config.values():
+                check_lora_config(config)
+            if not any(p.requires_grad for p in model.parameters()):
+                raise ConfigError(
+                    "the model has an adapter but nothing to train: load it with load_adapter(..., is_trainable=True)"
+                )
             return None  # already wrapped
         if peft_config is None:
             peft_config = LoraConfig(
@@ -131,16 +157,15 @@ class QeRLTrainer(GRPOTrainer):
             )
         return prepare_lora_config(peft_config, model)
 
-    def _install_rollouts(self, longest_prompt: int | None) -> None:
+    def _install_rollouts(self, longest_prompt: int | None, eval_max_new_tokens: int) -> None:
         """Engine, noise and bridge over the wrapped model; print the memory budget; try the worst case."""
         args = self.args
         policy = self.accelerator.unwrap_model(self.model)
         if policy.config._attn_implementation != PACKED_ATTENTION:
             raise ConfigError(f"load the model with qerl.nn.loading.load_model (attention {PACKED_ATTENTION!r})")
-        prompt_len = args.max_prompt_length or longest_prompt
+        prompt_len = longest_prompt or args.max_prompt_length
         if prompt_len is None:
             raise ConfigError("max_prompt_length is needed with a streaming dataset: the KV cache is sized from it")
-        prompt_len = min(prompt_len, longest_prompt) if longest_prompt else prompt_len
         # A tool call appends to the prompt at most what the completion budget allows, then samples again.
         turns = 2 if self.tools else 1
         max_model_len = prompt_len + turns * self.max_completion_length
@@ -150,6 +175,8 @@ class QeRLTrainer(GRPOTrainer):
             policy,
             self.processing_class,
             max_model_len=max_model_len,
+            useful_model_len=(args.max_prompt_length or prompt_len)
+            + max(self.max_completion_length, eval_max_new_tokens),
             backend=args.rollout_backend,
             max_num_seqs=args.max_num_seqs,
             memory_bytes=memory_bytes,
@@ -254,9 +281,11 @@ class QeRLTrainer(GRPOTrainer):
         advantages = output["advantages"]
         group_size = self.num_generations if self.model.training else self.num_generations_eval
         groups = self._rewards_per_func.view(-1, group_size, len(self.reward_funcs))
-        equal = (groups == groups[:, :1]).all(dim=(1, 2)).repeat_interleave(group_size)
-        first = self.accelerator.process_index * advantages.shape[0]
-        advantages.masked_fill_(equal[first : first + advantages.shape[0]], 0.0)
+        first = groups[:, :1]
+        same = (groups == first) | (groups.isnan() & first.isnan())
+        equal = same.all(dim=(1, 2)).repeat_interleave(group_size)
+        start = self.accelerator.process_index * advantages.shape[0]
+        advantages.masked_fill_(equal[start : start + advantages.shape[0]], 0.0)
 
     def _log_importance(self, output: dict[str, Any], metrics: dict[str, list[float]], mode: str) -> None:
         mask = output["completion_mask"] * output.get("tool_mask", 1)
@@ -298,6 +327,26 @@ class QeRLTrainer(GRPOTrainer):
             f"loss is {float(loss.detach())} at step {self.state.global_step + 1}; the batch is in {path}"
             + (f", already not finite in {', '.join(odd)}" if odd else "")
             + ". The last checkpoint is unaffected; resume from it with a lower learning rate."
+        )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's training; the policy is clean again afterwards, also when it fails."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self.noise is not None:
+                self.noise.clear()
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
+        """TRL's prompt order as a function of seed and epoch, so that a resume continues it."""
+        sampler = super()._get_train_sampler(dataset)
+        return EpochRepeatSampler(
+            sampler.data_source,
+            sampler.mini_repeat_count,
+            sampler.batch_size,
+            sampler.repeat_count,
+            sampler.shuffle,
+            sampler.seed,
         )
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -343,5 +392,11 @@ def _causal_model(policy: nn.Module) -> PreTrainedModel:
     return policy.get_base_model() if hasattr(policy, "get_base_model") else policy
 
 
+def _is_plain_function(reward: Any) -> bool:
+    """A function that is called with TRL's keyword arguments and returns at once (no model, no coroutine)."""
+    is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
+    return callable(reward) and not isinstance(reward, nn.Module) and not is_async
+
+
 def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+    return list(value) if isinstance(value, (list, tuple)) else [value]
