@@ -3,8 +3,13 @@
 Public names are imported on first use, so that ``import qerl`` (and the command line) stay light.
 """
 
+import os
 from importlib import import_module
 from typing import Any
+
+# OpenMP threads spin while they wait; beside any other busy process that slows torch on the CPU up to 16 times. Read
+# when torch loads, so it must be set before; a value of the user's own is kept.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
 

@@ -113,6 +113,7 @@ def test_a_sound_task_passes(check) -> None:
                 "right, bare",
                 "wrong, as asked",
                 "all answers listed, as asked",
+                "a calculation, as asked",
                 "right, then replaced",
                 "format without an answer",
                 "filler in the format",

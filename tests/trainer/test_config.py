@@ -127,3 +127,23 @@ def test_shipped_recipes_parse(tmp_path: Path) -> None:
     for recipe in recipes:
         run, args = build_configs({**read_yaml(recipe), "output_dir": str(tmp_path)})
         assert run.model and run.task and args.max_completion_length > 0, recipe.name
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"max_steps": "abc"}, "max_steps takes a whole number, got 'abc'"),
+        ({"max_steps": True}, "max_steps takes a whole number, got True"),
+        ({"max_steps": 2.5}, "max_steps takes a whole number, got 2.5"),
+        ({"learning_rate": "fast"}, "learning_rate takes a number, got 'fast'"),
+        ({"use_cpu": "maybe"}, "use_cpu takes true or false, got 'maybe'"),
+        ({"loss_type": "foo"}, "loss_type='foo' is unknown; choose from grpo, dapo"),
+        ({"per_device_train_batch_size": 6}, "6 samples hold no whole number of groups of num_generations=8"),
+        ({"task": 5}, "task takes a word, got 5"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_named(values: dict, words: str, tmp_path: Path) -> None:
+    base = {"model": "m", "output_dir": str(tmp_path), "per_device_train_batch_size": 8}
+    with pytest.raises(ValueError, match=words):
+        build_configs({**base, **values})
+    assert build_configs({**base, "max_steps": 5, "learning_rate": 1, "num_generations": 4})[1].max_steps == 5

@@ -175,3 +175,11 @@ def test_missing_model_and_empty_task_are_named(values: dict, tmp_path: Path) ->
         Run(*build_configs({**values, "model": ""}))
     with pytest.raises(ConfigError, match="has no training problems"):
         Run(*build_configs({**values, "task_options": {"split": "test"}}))
+
+
+def test_a_file_without_held_out_problems_trains_and_says_so(values: dict, tmp_path: Path) -> None:
+    lines: list[str] = []
+    options = {**values, "task_options": {"prompt": "plain"}, "max_steps": 1, "save_strategy": "no"}
+    summary = Run(*build_configs(options), lines.append).execute()
+    assert "before" not in summary and "after" not in summary and summary["steps"] == 1
+    assert sum("has no held-out problems" in line for line in lines) == 1

@@ -43,6 +43,8 @@ def user_message(error: BaseException) -> str | None:
             return f"the optional package {error.name} is not installed; pip install 'qerl[{extra}]'"
     if isinstance(error, _PATH_ERRORS):
         return _path_message(error)
+    if isinstance(error, UnicodeDecodeError):
+        return f"a file or the input is not UTF-8 text (byte {error.object[error.start]:#04x} at {error.start})"
     if isinstance(error, _STATED_ERRORS) and (_defined_here(error) or _raised_here(error)):
         return " ".join(str(error).split())
     return None

@@ -8,13 +8,9 @@ import warnings
 def quiet_libraries() -> None:
     """Set up logging for a command (mutates global state): INFO of qerl, warnings of the rest, no stray bars."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # OpenMP threads spin while they wait; beside any other busy process that costs up to 16x (read before torch loads).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("qerl").setLevel(logging.INFO)
     warnings.filterwarnings("ignore", category=FutureWarning)
-    # PEFT does not know our layer; LoraQuantLinear is registered with it and tested.
-    warnings.filterwarnings("ignore", message="Unsupported layer type")
 
     import datasets
     import transformers

@@ -9,7 +9,7 @@ _MAIN_FIELDS = """\
   model                  local folder of the model: 16-bit or packed checkpoint
   weights                frozen base weights: auto (as stored), bf16, nvfp4, nf4
   task, task_options     gsm8k, math, dapo17k, reasoning_gym:NAME, a .jsonl/.parquet file, a hub data set
-  rewards                [correctness], [correctness, format]
+  rewards                a list of: correctness, format, soft_overlong, length_penalty
   output_dir             run folder
   max_steps              optimizer updates (or num_train_epochs)
   num_generations        samples per prompt (8)
@@ -24,7 +24,7 @@ _MAIN_FIELDS = """\
 """
 
 
-def train(
+def train(  # its docstring, the help text, is completed below
     ctx: typer.Context,
     config: Annotated[Path | None, typer.Option(help="Recipe: a YAML file of `field: value` lines.")] = None,
     help_all: Annotated[bool, typer.Option("--help-all", help="List every field with its default.")] = False,
@@ -33,7 +33,7 @@ def train(
 
     Example: qerl train --config recipes/smollm2-chain-sum.yaml --model models/smollm2-nvfp4 --max_steps 50
 
-    The fields used most: see --help-all for all of them (TRL's GRPOConfig fields keep their names).
+    --help-all lists every field (TRL's GRPOConfig fields keep their names). The ones used most:
     """
     if help_all:
         typer.echo(describe_fields())
@@ -58,6 +58,9 @@ def train(
 
     Run(run, args, show=typer.echo).execute()
     typer.echo(f"report: {write_report(Path(args.output_dir))}")
+
+
+train.__doc__ = f"{train.__doc__}\n\n\b\n{_MAIN_FIELDS}"
 
 
 def describe_fields() -> str:

@@ -111,6 +111,7 @@ def probes(task: Task, example: Example, others: Sequence[Example] = ()) -> list
             *made,
             Probe("all answers listed, as asked", form % listed),
             Probe("all answers listed, bare", listed),
+            *_undone(gold, form),
             Probe("gold in a question", f"Could the answer be {gold}?"),
             Probe("right, then replaced", f"{form % gold}\n\nNo, that cannot be.\n\n{form % wrong}"),
         ]
@@ -129,6 +130,15 @@ def probes(task: Task, example: Example, others: Sequence[Example] = ()) -> list
         distinct.setdefault(probe.completion, probe)
     told = [Probe(probe.name, opened + probe.completion, probe.pays) for probe in distinct.values()]
     return [*told, Probe("right, thinking not closed", form % gold)] if task.think_opened and gold else told
+
+
+def _undone(gold: str, form: str) -> list[Probe]:
+    """A sum with the gold's value: what a model answers that has learned to repeat the question."""
+    value = exact_number(gold)
+    if value is None or value.denominator != 1:
+        return []
+    echo = f"{value - 1} + 1"
+    return [Probe("a calculation, as asked", form % echo), Probe("a calculation, bare", echo)]
 
 
 def run_probes(

@@ -9,6 +9,7 @@ and the update is one fused multiply-add into the base output::
 both sides round alike. The casts are inside autograd: gradients reach the fp32 masters.
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from qerl.nn.linear import QuantLinear
+
+# PEFT does not know our layer and says so for every one; LoraQuantLinear is registered for it.
+warnings.filterwarnings("ignore", message=r"Unsupported layer type '<class 'qerl\.nn\.linear\.QuantLinear'>'")
 
 
 class AdapterError(ValueError):

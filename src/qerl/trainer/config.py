@@ -8,6 +8,7 @@ fields that steer a vLLM process are refused with the replacement named.
 import dataclasses
 import logging
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from qerl.rl.schedule import SCHEDULES, NoiseSchedule
 logger = logging.getLogger(__name__)
 
 ROLLOUT_BACKENDS = ("auto", "engine", "transformers")
+LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 AQN_SCOPES = ("rollout", "both")
 OVERLONG_PROMPTS = ("drop", "error")
 
@@ -152,8 +154,21 @@ class QeRLConfig(GRPOConfig):
                 f"num_generations={self.num_generations}: a group of one has no baseline, so every advantage is 0. "
                 "Use at least 2 (8 in the paper)."
             )
+        self._check_group_fits()
         super().__post_init__()
         self._check()
+
+    def _check_group_fits(self) -> None:
+        """In the user's words what TRL says of a field that is mostly derived."""
+        if self.generation_batch_size is not None or self.steps_per_generation is not None:
+            return
+        batch = self.per_device_train_batch_size * self.gradient_accumulation_steps
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1 and batch % self.num_generations != 0:
+            raise ConfigError(
+                f"per_device_train_batch_size={self.per_device_train_batch_size} x gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps} = {batch} samples hold no whole number of groups of "
+                f"num_generations={self.num_generations}: make it a multiple"
+            )
 
     def _refuse_replaced_fields(self) -> None:
         defaults = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
@@ -188,6 +203,8 @@ class QeRLConfig(GRPOConfig):
                 "max_steps=%d is less than num_stages=%d: some noise stages are skipped, the first (no noise) too",
                 self.max_steps, self.num_stages,
             )  # fmt: skip
+        self._check_choice("loss_type", LOSS_TYPES)
+        self._check_choice("importance_sampling_level", ("token", "sequence"))
         self._check_save_boundary()
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:

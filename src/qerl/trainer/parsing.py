@@ -18,6 +18,14 @@ from qerl.trainer.run_config import RunConfig
 _REPLACED_TAGS = ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
 
 
+_PLAIN_TYPES = {"int": int, "float": float, "bool": bool, "str": str}
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+
+
+class FieldValueError(ValueError):
+    """A value that its field does not take."""
+
+
 class UnknownFieldError(ValueError):
     """A key that no configuration class has."""
 
@@ -97,4 +105,36 @@ def build_configs(values: Mapping[str, Any]) -> tuple[RunConfig, Any]:
     from qerl.trainer.config import QeRLConfig
 
     run_values, trainer_values = split_fields(values, RunConfig, QeRLConfig)
-    return RunConfig(**run_values), QeRLConfig(**trainer_values)
+    check_types(run_values, RunConfig)
+    check_types(trainer_values, QeRLConfig)
+    try:
+        return RunConfig(**run_values), QeRLConfig(**trainer_values)
+    except UnknownFieldError:
+        raise
+    except ValueError as error:  # TRL's and transformers' own checks
+        raise FieldValueError(str(error)) from error
+
+
+def check_types(values: Mapping[str, Any], cls: type) -> None:
+    """Numbers where numbers are declared, words where words are.
+
+    Raises:
+        FieldValueError: naming the field, the value and what it takes.
+    """
+    for field in dataclasses.fields(cls):
+        if field.name not in values:
+            continue
+        value, declared = values[field.name], str(getattr(field.type, "__name__", field.type))
+        allowed = [t for name, t in _PLAIN_TYPES.items() if re.search(rf"\b{name}\b", declared)]
+        plain = bool(allowed) and not re.search(r"list|dict|Any|\[", declared)
+        if not plain or (value is None and "None" in declared):
+            continue
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        fits = (
+            (isinstance(value, bool) and bool in allowed)
+            or (is_number and (float in allowed or (int in allowed and value == int(value))))
+            or (isinstance(value, str) and str in allowed)
+        )
+        if not fits:
+            takes = " or ".join(_TYPE_NAMES[t] for t in allowed)
+            raise FieldValueError(f"{field.name} takes {takes}, got {value!r}")

@@ -154,6 +154,13 @@ class Run:
                 "%d training problems are also in the evaluation task (first: %s): its accuracy is not held out",
                 len(shared), shared[0],
             )  # fmt: skip
+        self.evaluates = {BEFORE_DIR: run.evaluate_before, AFTER_DIR: run.evaluate_after}
+        if any(self.evaluates.values()) and not self.eval_task.test:
+            self.show(
+                f"note: {self.eval_task.name} has no held-out problems, so nothing is evaluated before and after; hold "
+                "some out with task_options: {test_size: 64}, or name an eval_task"
+            )
+            self.evaluates = dict.fromkeys(self.evaluates, False)
         self.seconds = {"train": 0.0, "eval": 0.0}
         self.dataset = to_dataset(examples, self.task)
 
@@ -179,7 +186,7 @@ class Run:
         for noisy in (PrinterCallback, ProgressCallback):  # the live line replaces them
             trainer.remove_callback(noisy)
         summary: dict[str, Any] = {"model": run.model, "task": run.task}
-        if run.evaluate_before and self.checkpoint is None:
+        if self.evaluates[BEFORE_DIR] and self.checkpoint is None:
             summary["before"] = self._evaluate(trainer, BEFORE_DIR, pool)
             self._note(trainer, before=summary["before"])
         start = time.perf_counter()
@@ -191,7 +198,7 @@ class Run:
             self.show(f"stopped by SIGTERM after step {step}; checkpoint written to {self.args.output_dir}")
         else:
             trainer.save_model(str(Path(self.args.output_dir) / "adapter"))
-            if run.evaluate_after:
+            if self.evaluates[AFTER_DIR]:
                 summary["after"] = self._evaluate(trainer, AFTER_DIR, pool)
         summary |= {"steps": step, "seconds": self.seconds}
         self._note(trainer, **summary)
