@@ -17,8 +17,9 @@ NOTE_Q4 = (
 )
 NOTE_TASK = (
     "The task is one-digit sums and differences, two terms. All 200 distinct questions are split into 128 held-out and "
-    "72 training problems. The reward is 1 when the last number of the completion is the right one. A large part of "
-    "the gain is learning to state the answer and stop: the untrained model often rambles past it."
+    "72 training problems. The reward is 1 when the number that the completion states is right (the last one, where "
+    "none is marked); repeating the question's calculation is no answer. A good part of the gain is learning to state "
+    "the result at all and to stop: the untrained model often rambles past it."
 )
 TASK = "reasoning_gym:chain_sum"
 TASK_OPTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "size": 72, "test_size": 128}
