@@ -67,6 +67,17 @@ def test_the_reward_goes_up(trainer: MakeTrainer) -> None:
     assert sum(rewards[-5:]) / 5 > 2 * sum(rewards[:5]) / 5
 
 
+def test_the_seed_governs_the_adapters_initialization(trainer: MakeTrainer) -> None:
+    """Whatever random numbers were drawn before."""
+    first = []
+    for seed in (5, 5, 6):
+        torch.rand(3)
+        made = trainer(seed=seed)
+        first.append(next(p.detach().clone() for n, p in made.model.named_parameters() if "lora_A" in n))
+    assert torch.equal(first[0], first[1])
+    assert not torch.equal(first[0], first[2])
+
+
 def test_same_seed_same_run_another_seed_another(trainer: MakeTrainer) -> None:
     runs = [run(trainer, max_steps=2, seed=seed)[1].values("loss") for seed in (5, 5, 6)]
     assert runs[0] == runs[1]

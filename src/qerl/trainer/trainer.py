@@ -5,7 +5,11 @@ A thin subclass. Losses, advantages, masks, tools, logging, checkpointing and re
 * ``vllm_generation``: :class:`~qerl.trainer.bridge.RolloutBridge` stands in for it, which switches on TRL's
   importance-sampling correction with the engine's log-probs;
 * ``_get_per_token_logps_and_entropies``: overridden to run packed, without padding;
-* ``_generate_and_score_completions``: wrapped to log what the importance weights say.
+* ``_get_train_sampler``: the same prompt order, as a function of seed and epoch.
+
+Wrapped, with TRL's method doing the work: ``_generate_and_score_completions`` (importance weights in the metrics, zero
+advantages for equal rewards), ``_calculate_rewards`` (infinite rewards refused), ``_prepare_inputs`` (whole groups in
+micro-batches), ``compute_loss`` (a loss that is not finite stops the run), ``train`` and ``evaluate`` (clean policy).
 """
 
 import inspect
@@ -21,7 +25,7 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import Sampler
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 from trl import GRPOTrainer
 
 from qerl.nn.attention import PACKED_ATTENTION
@@ -96,6 +100,7 @@ class QeRLTrainer(GRPOTrainer):
         eval_max_new_tokens: int | None = None,
         **kwargs: Any,
     ) -> None:
+        set_seed(args.seed)  # the adapter is initialized before transformers seeds anything
         if isinstance(model, (str, Path)):
             path = model
             model = load_model(
