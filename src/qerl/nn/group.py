@@ -214,7 +214,7 @@ class WeightGroup(nn.Module):
         return super()._apply(fn, recurse)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:  # type: ignore[no-untyped-def]
-        """The handles emit the disk names; the buffer itself is no entry of a state dict."""
+        """The handles emit their segments; the buffer itself is no entry of a state dict."""
 
     def _load_from_state_dict(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
         """Loaded through the handles (see :class:`qerl.nn.linear.QuantLinear`)."""

@@ -13,7 +13,7 @@ from qerl.formats.base import PackedTensor
 from qerl.kernels.quant_matmul import GroupWeight, quant_matmul, quant_matmul_dx
 from qerl.nn.group import WeightGroup, dense_linear
 
-_DISK_NAMES = {
+_STATE_NAMES = {
     "nvfp4": ("weight_packed", "weight_scale", "weight_global_scale"),
     "nf4": ("weight_packed", "weight_absmax"),
     "bf16": ("weight",),
@@ -81,13 +81,13 @@ class QuantLinear(nn.Module):
         tensors = (
             (packed,) if isinstance(packed, torch.Tensor) else (packed.codes, packed.block_scale, packed.global_scale)
         )
-        for name, tensor in zip(_DISK_NAMES[self.group.format], tensors, strict=False):
+        for name, tensor in zip(_STATE_NAMES[self.group.format], tensors, strict=False):
             destination[prefix + name] = tensor.detach()
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:  # type: ignore[no-untyped-def]
-        names = [prefix + name for name in _DISK_NAMES[self.group.format]]
+        names = [prefix + name for name in _STATE_NAMES[self.group.format]]
         present = [name for name in names if name in state_dict]
         if len(present) == len(names):
             tensors = [state_dict.pop(name) for name in names]
