@@ -1,0 +1,214 @@
+// Device side of the tile layout (qerl/kernels/quant_matmul/tiles.py): decoding, asynchronous copies, barriers.
+//
+// A window is 16 output channels x 64 columns: 512 bytes of codes, then 64 bytes of block scales. Lane (g = lane / 4,
+// t = lane % 4) owns 16 bytes of codes; word j holds the eight codes of the A fragment of mma.m16n8k16 (and of one
+// warp of wgmma.m64nNk16) for columns 16 j .. 16 j + 15:
+//   register 0: (row g, 2t and 2t+1)   1: (row g+8, same)   2: (row g, 2t+8 and 2t+9)   3: (row g+8, same)
+// The word at 8 g holds the scales of row g, the next one those of row g + 8; bytes as decode_window wants them.
+#pragma once
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+typedef unsigned short uint16_t;
+
+constexpr int WINDOW_BYTES = 576;
+constexpr int CODE_BYTES = 512;
+constexpr int UNIT_WINDOWS = 4;
+constexpr int UNIT_BYTES = UNIT_WINDOWS * WINDOW_BYTES;
+constexpr int MAX_SEGMENTS = 4;
+
+struct Lora {            // y[:, segment s] += u[:, column[s] : column[s] + rank[s]] b_s^T
+    const uint16_t* u;   // bf16 [M, width], or null
+    const uint16_t* b;   // bf16, segment s is [rows, rank[s]] at b + offset[s]
+    int width;
+    int column[MAX_SEGMENTS];
+    int rank[MAX_SEGMENTS];    // multiples of 16, 0: no adapter
+    int offset[MAX_SEGMENTS];
+};
+
+struct Params {
+    const unsigned char* tiles;
+    const uint16_t* x;       // bf16 [M, K]
+    uint16_t* y;             // bf16 [M, N]
+    const uint16_t* bias;    // bf16 [N] or null
+    const float* segment_scale;   // 1 / global scale of each segment (device), used where scale is 0
+    float* partial;          // workspace for sums of k slices
+    int* arrivals;           // zero between launches
+    float scale;             // 2^9 / global scale where all segments share it
+    int m, n, k;
+    int slices;              // few rows: parts of k; many rows: 1 where blocks take whole tiles, 0 where they share them
+    int segments;
+    int segment_end[MAX_SEGMENTS];   // in row tiles of 16
+    Lora lora;
+};
+
+__device__ __forceinline__ uint32_t smem_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void barrier_init(uint32_t bar, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(uint32_t bar, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint32_t bar, int parity) {
+    asm volatile(
+        "{\n.reg .pred p;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1, 0x989680;\n@p bra DONE;\nbra WAIT;\nDONE:\n}"
+        ::"r"(bar), "r"(parity) : "memory");
+}
+__device__ __forceinline__ uint64_t evict_first_policy() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, int bytes, uint32_t bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory");
+}
+__device__ __forceinline__ void bulk_load_once(uint32_t dst, const void* src, int bytes, uint32_t bar, uint64_t policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 ::"r"(dst), "l"(src), "r"(bytes), "r"(bar), "l"(policy) : "memory");
+}
+
+// Into the same place of both blocks of a cluster of two, signalled to the barrier at the same place of each.
+__device__ __forceinline__ void bulk_multicast(uint32_t dst, const void* src, int bytes, uint32_t bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+                 ::"r"(dst), "l"(src), "r"(bytes), "r"(bar), "h"((uint16_t)3) : "memory");
+}
+__device__ __forceinline__ int cluster_rank() {
+    int rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+__device__ __forceinline__ void bulk_load_hinted(uint32_t dst, const void* src, int bytes, uint32_t bar, uint64_t policy, bool once) {
+    if (once) bulk_load_once(dst, src, bytes, bar, policy);
+    else bulk_load(dst, src, bytes, bar);
+}
+// The warp's index as a value the compiler knows to be the same in all lanes; one lane of a converged warp.
+__device__ __forceinline__ int uniform_warp() { return __shfl_sync(~0u, threadIdx.x >> 5, 0); }
+__device__ __forceinline__ bool elect() {
+    uint32_t chosen;
+    asm volatile("{.reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p;}" : "=r"(chosen));
+    return chosen;
+}
+
+// Programmatic dependent launch: the next kernel may start (and load its weights) while this one runs; whoever reads
+// or writes what an earlier kernel wrote or read waits first.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_predecessors() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ uint32_t rotate(uint32_t w, int bits) { return __funnelshift_l(w, w, bits); }
+
+// Eight codes -> four bf16x2 registers of code value x 2^-126 (0.5 is a bf16 subnormal). Left shifts run beside the
+// pipe of the logical operations as multiplications, so that only five of nine instructions load it.
+__device__ __forceinline__ void decode(uint32_t w, uint32_t (&r)[4]) {
+    const uint32_t mask = 0x81C081C0u;
+    r[0] = w & mask;
+    r[1] = (w * 8u) & mask;
+    r[2] = ((w * 2u) ^ (w * 64u)) & mask;
+    r[3] = ((w * 4u) ^ rotate(w, 29)) & mask;
+}
+// a times the lower (HALF = 0) or upper half of b; ptxas folds the selection into the multiplication.
+template <int HALF>
+__device__ __forceinline__ uint32_t multiply_by_half(uint32_t a, uint32_t b) {
+    uint32_t d;
+    if (HALF)
+        asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {h, h}; mul.rn.bf16x2 %0, %1, s;}" : "=r"(d) : "r"(a), "r"(b));
+    else
+        asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {l, l}; mul.rn.bf16x2 %0, %1, s;}" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
+// What a lane reads of a window.
+struct Packed {
+    uint4 codes;
+    uint2 scales;
+};
+__device__ __forceinline__ Packed read_window(const unsigned char* window, int lane) {
+    return {*(const uint4*)(window + lane * 16), *(const uint2*)(window + CODE_BYTES + (lane >> 2) * 8)};
+}
+
+// A fragments of one window: a[j] for columns 16 j .. 16 j + 15, values code x scale x 2^-9 (exact in bf16).
+__device__ __forceinline__ void decode_window(const Packed& packed, uint32_t (&a)[4][4]) {
+    const uint32_t codes[4] = {packed.codes.x, packed.codes.y, packed.codes.z, packed.codes.w};
+    // Scale bytes lie in the word where one mask makes bf16 pairs of s x 2^117: blocks (0, 2), rotated blocks (1, 3).
+    const uint32_t mask = 0x0FF00FF0u, exponent = 0x70007000u;
+    const uint32_t upper[2] = {(packed.scales.x & mask) | exponent, (rotate(packed.scales.x, 8) & mask) | exponent};
+    const uint32_t lower[2] = {(packed.scales.y & mask) | exponent, (rotate(packed.scales.y, 8) & mask) | exponent};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        decode(codes[j], a[j]);
+        if (j & 2) {
+            a[j][0] = multiply_by_half<1>(a[j][0], upper[j & 1]);
+            a[j][1] = multiply_by_half<1>(a[j][1], lower[j & 1]);
+            a[j][2] = multiply_by_half<1>(a[j][2], upper[j & 1]);
+            a[j][3] = multiply_by_half<1>(a[j][3], lower[j & 1]);
+        } else {
+            a[j][0] = multiply_by_half<0>(a[j][0], upper[j & 1]);
+            a[j][1] = multiply_by_half<0>(a[j][1], lower[j & 1]);
+            a[j][2] = multiply_by_half<0>(a[j][2], upper[j & 1]);
+            a[j][3] = multiply_by_half<0>(a[j][3], lower[j & 1]);
+        }
+    }
+}
+
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ uint32_t pack_bf16(float lower, float upper) {
+    uint32_t d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(upper), "f"(lower));
+    return d;
+}
+__device__ __forceinline__ float bf16_to_float(uint16_t bits) { return __uint_as_float((uint32_t)bits << 16); }
+
+__device__ __forceinline__ int segment_of(const Params& p, int tile) {
+    int s = 0;
+    while (s < p.segments - 1 && tile >= p.segment_end[s]) s++;
+    return s;
+}
+
+// What is added to or multiplied into a 16-channel tile after the sum over k: one per tile and lane.
+struct Epilogue {
+    float scale, bias[2];
+    int segment;
+    __device__ __forceinline__ Epilogue(const Params& p, int tile, int lane) {
+        segment = segment_of(p, tile);
+        scale = p.segment_scale ? 512.0f * p.segment_scale[segment] : p.scale;
+        const int row = tile * 16 + (lane >> 2);
+        bias[0] = p.bias ? bf16_to_float(p.bias[row]) : 0.0f;
+        bias[1] = p.bias ? bf16_to_float(p.bias[row + 8]) : 0.0f;
+    }
+};
+
+// Scale, LoRA, bias, rounding and the store of one 16 channels x 8 tokens block (mma C fragment) to y.
+__device__ __forceinline__ void finish_block(const Params& p, const Epilogue& e, int tile, int token0, int lane, float (&c)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) c[i] *= e.scale;
+    const int g = lane >> 2, t = lane & 3, s = e.segment;
+    if (p.lora.u && p.lora.rank[s]) {
+        const int rank = p.lora.rank[s];
+        const int first = s ? p.segment_end[s - 1] : 0;
+        const uint16_t* b = p.lora.b + p.lora.offset[s] + ((tile - first) * 16 + g) * rank + 2 * t;
+        const bool present = token0 + g < p.m;
+        const uint16_t* u = p.lora.u + (present ? token0 + g : 0) * p.lora.width + p.lora.column[s] + 2 * t;
+        for (int r = 0; r < rank; r += 16) {
+            const uint32_t a[4] = {*(const uint32_t*)(b + r), *(const uint32_t*)(b + 8 * rank + r),
+                                   *(const uint32_t*)(b + r + 8), *(const uint32_t*)(b + 8 * rank + r + 8)};
+            mma(c, a, *(const uint32_t*)(u + r), *(const uint32_t*)(u + r + 8));
+        }
+    }
+    uint32_t upper = pack_bf16(c[0] + e.bias[0], c[1] + e.bias[0]);
+    uint32_t lower = pack_bf16(c[2] + e.bias[1], c[3] + e.bias[1]);
+    // Transposed, a lane holds two neighbouring channels of token g: stores of 32 contiguous bytes a token.
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(upper));
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(lower));
+    if (token0 + g < p.m) {
+        uint16_t* y = p.y + (long long)(token0 + g) * p.n + tile * 16 + 2 * t;
+        *(uint32_t*)y = upper;
+        *(uint32_t*)(y + 8) = lower;
+    }
+}
