@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from qerl.kernels.sampling.reference import uniforms
 from qerl.rollout.core import NonFiniteLogitsError, SamplingParams
-from qerl.rollout.sampler import SampledTokens, keys_tensor, sample, sequence_key, uniforms
+from qerl.rollout.sampler import SampledTokens, keys_tensor, sample, sequence_key
 
 CPU = torch.device("cpu")
 INF = math.inf
@@ -223,7 +224,7 @@ def test_extreme_uniforms_never_reach_an_impossible_token(
 ) -> None:
     extreme = (2 * bits + 1) * 2.0**-53
     monkeypatch.setattr(
-        "qerl.rollout.sampler.uniforms",
+        "qerl.kernels.sampling.reference.uniforms",
         lambda keys, positions: torch.full(positions.shape, extreme, dtype=torch.float64),
     )
     for vocab_size in (5, 128, 640, 151_936):
@@ -241,7 +242,7 @@ def test_extreme_uniforms_never_reach_an_impossible_token(
 def test_the_cut_between_two_tokens_belongs_to_the_upper_one(monkeypatch: pytest.MonkeyPatch) -> None:
     # 256 equal weights are exact, so u = k / 256 hits the cut below token k, at chunk borders as well.
     cuts = torch.arange(256, dtype=torch.float64) / 256
-    monkeypatch.setattr("qerl.rollout.sampler.uniforms", lambda keys, positions: cuts)
+    monkeypatch.setattr("qerl.kernels.sampling.reference.uniforms", lambda keys, positions: cuts)
     drawn = sample(torch.zeros(256, 256), SamplingParams(), _keys(256), torch.arange(256))
     assert drawn.token_ids.tolist() == list(range(256))
     # An impossible token at the start of the second chunk: the cut at its border belongs to the token after it.
