@@ -8,8 +8,8 @@ import torch
 def make_samples(rows: int, vocab_size: int, samples: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
     """(logits [R, V], keys [N, 2], positions [N], rows [N]).
 
-    Logits are multiples of 1/4 with many ties and a few tokens at -inf, so that the last bits of two exponentials decide
-    nothing.
+    Logits are multiples of 1/4 with many ties and a few tokens at -inf, so that the last bits of two exponentials
+    decide nothing.
     """
     generator = torch.Generator().manual_seed(seed + vocab_size)
     logits = torch.randn(rows, vocab_size, generator=generator).mul(8).round().div(4)

@@ -1,4 +1,4 @@
-"""The seeded draw: misuse and the op on the CPU, kernels on a GPU. What it draws is tested in rollout/test_sampler.py."""
+"""The seeded draw: misuse and the op on the CPU, kernels on a GPU (its distribution: rollout/test_sampler.py)."""
 
 import math
 

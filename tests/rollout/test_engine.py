@@ -11,11 +11,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from qerl.kernels.sampling.reference import uniforms
 from qerl.rollout.core import ForwardBatch, NonFiniteLogitsError, RequestTooLongError, SamplingParams
 from qerl.rollout.engine import EngineConfig, RolloutEngine
 from qerl.rollout.kv_cache import KVCache, blocks_for_tokens
-from qerl.rollout.sampler import keys_tensor, sequence_key
+from qerl.rollout.sampler import keys_tensor, sequence_key, uniforms
 
 VOCAB, EOS = 23, (21, 22)
 MODULUS = 1_000_003

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from qerl.kernels.sampling import reference, sample_rows
+from qerl.kernels.sampling.reference import uniforms
 from qerl.rollout.core import NonFiniteLogitsError, SamplingParams
 
 _MASK64 = (1 << 64) - 1
@@ -95,7 +96,7 @@ def sample(
         part = slice(start, start + at_once)
         picked = logits[part] if rows is None else logits.index_select(0, rows[part])
         if sampling.truncates:
-            pieces.append(_draw_truncated(picked, sampling, reference.uniforms(keys[part], positions[part])))
+            pieces.append(_draw_truncated(picked, sampling, uniforms(keys[part], positions[part])))
         else:
             token_ids, logprobs = reference.sample_rows(picked, keys[part], positions[part], sampling.temperature)
             pieces.append(SampledTokens(token_ids, logprobs, logprobs))
