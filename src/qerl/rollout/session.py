@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from qerl.rollout.checks import check_capacity, check_lengths, check_prompts
 from qerl.rollout.core import FinishReason, SamplingParams
-from qerl.rollout.loop import DrawnTokens, StepLoop
+from qerl.rollout.decode_run import DrawnTokens
+from qerl.rollout.loop import StepLoop
 from qerl.rollout.sampler import sequence_key
 from qerl.rollout.scheduler import Prefix
 
@@ -59,7 +60,9 @@ class EngineSession:
         request_id = self._next_id
         self._next_id += 1
         keys = [sequence_key(sampling.seed, 0, 0, index) for index in range(sampling.n)]
-        self._requests[request_id] = engine.queue(request_id, prompt, sampling, keys)
+        request = engine.group(request_id, prompt, sampling, keys)
+        self._requests[request_id] = request
+        loop.add(request)
         engine.stats.num_prompts += 1
         engine.stats.num_samples += sampling.n
         engine.stats.prompt_tokens += len(prompt)
