@@ -135,7 +135,8 @@ class RolloutEngine:
             self.discard_contents()
             raise
         finally:
-            self._record(started)
+            loop.record()
+            self.stats.seconds = time.perf_counter() - started
             self._finish()
         return [[_output(sample) for sample in group.samples] for group in groups]
 
@@ -218,18 +219,6 @@ class RolloutEngine:
             loop.step()
             if progress is not None:
                 progress(loop.finished, self.stats.num_samples, self.stats.generated_tokens)
-
-    def _record(self, started: float) -> None:
-        """Complete the statistics of a call, also of one that failed."""
-        allocator = self.scheduler.allocator
-        stats = self.stats
-        stats.preemptions = self.scheduler.preemptions
-        stats.peak_running = self.scheduler.peak_running
-        stats.peak_blocks = allocator.peak_used
-        stats.num_blocks = allocator.num_blocks
-        stats.kv_bytes = self.kv.bytes if self.kv is not None else 0
-        stats.peak_kv_bytes = stats.peak_blocks * self.pool.block_bytes
-        stats.seconds = time.perf_counter() - started
 
     def _finish(self) -> None:
         self.scheduler = None

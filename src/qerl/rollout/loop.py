@@ -27,6 +27,7 @@ class StepLoop:
         self.stats = stats
         self.finished = 0
         self._decoder = decoder
+        self._graphs_before = decoder.graphs.captures, decoder.graphs.replays
         self._run = DecodeRun(decoder, kv, scheduler)
         if decoder.graphs.enabled:
             decoder.graphs.validate((kv.k.data_ptr(), kv.v.data_ptr(), kv.k.shape, self.runner.capture_key()))
@@ -73,6 +74,19 @@ class StepLoop:
         self.finished += sum(sample.finish_reason is not None for sample in drawn.samples)
         self.stats.generated_tokens += len(drawn.samples)
         return drawn
+
+    def record(self) -> None:
+        """Bring the counters of ``stats`` up to date."""
+        stats, scheduler, graphs = self.stats, self.scheduler, self._decoder.graphs
+        stats.preemptions = scheduler.preemptions
+        stats.peak_running = scheduler.peak_running
+        stats.peak_blocks = scheduler.allocator.peak_used
+        stats.num_blocks = self.kv.num_blocks
+        stats.kv_bytes = self.kv.bytes
+        stats.peak_kv_bytes = stats.peak_blocks * (self.kv.bytes // (self.kv.num_blocks + 1))
+        stats.graph_captures = graphs.captures - self._graphs_before[0]
+        stats.graph_replays = graphs.replays - self._graphs_before[1]
+        stats.lora_sync_ms = getattr(self.runner, "sync_ms", 0.0)
 
     def _decode(self) -> DrawnTokens | None:
         """The next tokens of the decode run; None if there is none, or if it just ended."""

@@ -4,6 +4,7 @@ One session at a time; it owns the engine until it is closed. Every request has 
 randomness depends on its seed and on nothing else: the same request gives the same tokens whatever runs beside it.
 """
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -89,6 +90,7 @@ class EngineSession:
         loop = self._open()
         if not loop.unfinished:
             return []
+        started = time.perf_counter()
         try:
             with self._engine.computing():
                 drawn = loop.step()
@@ -96,6 +98,8 @@ class EngineSession:
             self._engine.discard_contents()
             self.close()
             raise
+        loop.record()
+        self._engine.stats.seconds += time.perf_counter() - started
         return self._outputs(drawn)
 
     @property
