@@ -8,7 +8,7 @@ keys; only the pool's memory is kept (``reset`` lets go of it).
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -166,9 +166,11 @@ class RolloutEngine:
         """What every step runs under (for sessions).
 
         no_grad, not inference_mode: a runner may keep workspaces that the training forward uses as well, and an
-        inference tensor must not be written outside inference mode.
+        inference tensor must not be written outside inference mode. Events, graphs and Triton take the current GPU, so
+        it is made the runner's.
         """
-        with torch.no_grad():
+        device = self.runner.device
+        with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             yield
 
     def discard_contents(self) -> None:
