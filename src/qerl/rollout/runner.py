@@ -5,6 +5,7 @@ biases. Every op is the one the trainer's forward uses (same norm kernel, same r
 that engine and trainer log-probs differ by summation order only.
 """
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -102,13 +103,17 @@ class DecoderRunner:
 
     Args:
         model: transformers causal LM from :func:`qerl.nn.loading.load_model`, PEFT-wrapped or not.
+        max_len: longest sequence that will be asked for (default: the model's own limit); bounds the rotary table.
+
+    Attributes:
+        sync_ms: wall time of the last :meth:`sync`, in milliseconds.
 
     Raises:
         UnsupportedArchitectureError: another architecture, or modules that were not replaced.
         AdapterMismatchError: an adapter layer that no group serves.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, max_len: int | None = None) -> None:
         causal: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model
         config = causal.config
         if config.model_type not in SUPPORTED_MODEL_TYPES:
@@ -130,7 +135,7 @@ class DecoderRunner:
         self.num_kv_heads: int = config.num_key_value_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
         self.vocab_size: int = self.head.weight.shape[0]
-        self.max_position = _usable_positions(config)
+        self.max_position = min(_usable_positions(config), max_len or config.max_position_embeddings)
         self.scale = self.head_dim**-0.5
         self.shadows = LoraShadows(model, self.dtype)
         with torch.no_grad():
@@ -162,7 +167,28 @@ class DecoderRunner:
 
     def sync(self) -> None:
         """Bring the LoRA shadows up to the masters (in place); base weights and norms are shared and never move."""
+        cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize(self.device)
+        started = time.perf_counter()
         self.shadows.sync()
+        if cuda:
+            torch.cuda.synchronize(self.device)
+        self.sync_ms = 1e3 * (time.perf_counter() - started)
+
+    def capture_key(self) -> tuple[int | bool, ...]:
+        """Addresses of everything that ``forward`` reads beside its arguments, and which adapters are enabled."""
+        tensors = [self.embedding.weight, self.head.weight, self.rope, self.final_norm.weight, self.final_norm.noise]
+        for layer in self.layers:
+            norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm)
+            linears = (layer.qkv, layer.o, layer.gate_up, layer.down)
+            tensors += [tensor for norm in norms if norm is not None for tensor in (norm.weight, norm.noise)]
+            tensors += [linear.group.packed for linear in linears]
+            tensors += [linear.bias for linear in linears if linear.bias is not None]
+        adapters = self.shadows.groups
+        tensors += [tensor for group in adapters for tensor in (group.a, *(part[3] for part in group.parts))]
+        enabled = [not part[0].disable_adapters for group in adapters for part in group.parts]
+        return (*(tensor.data_ptr() for tensor in tensors), *enabled)
 
     def _attend(self, layer: Layer, index: int, x: torch.Tensor, batch: ForwardBatch, kv: KVCache) -> torch.Tensor:
         # AQN never perturbs the norms of heads, so that their noise slots stay empty and need not be read.
