@@ -52,9 +52,14 @@ class GroupLora:
             self.a[segment.rank_start : segment.rank_start + segment.rank].copy_(lora_a.weight)
             b.copy_(lora_b.weight * scaling)
 
+    @property
+    def active(self) -> tuple[bool, ...]:
+        """Which members are not disabled now."""
+        return tuple(not member.disable_adapters for member in self.members)
+
     def add_to(self, y: torch.Tensor, x: torch.Tensor) -> None:
         """``y[:, segment] += (x A^T) B^T`` for every member that is not disabled; ``y`` [T, N] is mutated."""
-        active = tuple(not member.disable_adapters for member in self.members)
+        active = self.active
         if any(active):
             lora_expand(y, lora_shrink(x, self.a), self.b, active)
 
