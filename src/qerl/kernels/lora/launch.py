@@ -53,7 +53,9 @@ def lora_expand(
     blocks = row_map.shape[0]
     if rows == 0 or blocks == 0:
         return
-    block_m = min(max(BLOCK_M, 1 << (rows - 1).bit_length()), _LARGEST_EXPAND_ROWS)
+    # Products in fp32 have no tensor core: a larger tile would not fit the registers.
+    largest = BLOCK_M if y.dtype == torch.float32 else _LARGEST_EXPAND_ROWS
+    block_m = min(max(BLOCK_M, 1 << (rows - 1).bit_length()), largest)
     pdl = dependent_launch(y.device)
     kernels.lora_expand_kernel[(blocks, -(-rows // block_m))](
         y, u, b, row_map, rows, width, u.shape[1],
