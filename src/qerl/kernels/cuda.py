@@ -140,7 +140,9 @@ class Launch:
             must wait for its predecessors itself before it touches their data.
     """
 
-    def __init__(self, kernel: Kernel, grid: tuple[int, int, int], shared_bytes: int = 0, overlap: bool = False) -> None:
+    def __init__(
+        self, kernel: Kernel, grid: tuple[int, int, int], shared_bytes: int = 0, overlap: bool = False
+    ) -> None:
         from cuda.bindings import driver
 
         self._driver = driver

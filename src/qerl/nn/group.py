@@ -5,15 +5,18 @@ the Hugging Face forward. Both must multiply by the *same* bytes, so a group own
 (``packed``) and the projections are handles on row segments of it (:class:`qerl.nn.linear.QuantLinear`). Handles
 keep no views: views die in ``.to()``, ``load_state_dict(assign=True)`` and FSDP, so they are taken anew when needed.
 
-Byte layout of the 4-bit formats (tag ``"rowmajor"``), each section aligned to 16 bytes::
+Byte layout of the 4-bit formats, each section aligned to 16 bytes::
 
     codes         uint8   [N, K/2]     low nibble = even column
     block_scale   nvfp4: float8_e4m3fn [N, K/16]; nf4: float32 [N, K/64]
     global_scale  nvfp4: float32 [S], the divisor of each of the S segments; nf4: absent
 
-For ``format="bf16"`` the Parameter is the plain weight ``[N, K]`` in the compute dtype.
+On a Hopper GPU the first two sections of NVFP4 hold the same bytes in tiles, the order in which its kernels read them
+(:mod:`qerl.kernels.quant_matmul.tiles`); ``layout`` says which. Nothing is kept twice, and what leaves the group (state
+dicts, ``packed_tensor``) is in rows. For ``format="bf16"`` the Parameter is the plain weight ``[N, K]`` in the compute dtype.
 """
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -21,10 +24,21 @@ import torch.nn.functional as F
 from torch import nn
 
 from qerl.formats.base import PackedTensor, get_format
-from qerl.kernels.quant_matmul import GroupWeight, dequantize, quant_matmul
+from qerl.kernels.quant_matmul import (
+    GroupWeight,
+    LoraUpdate,
+    TileLayoutError,
+    dequantize,
+    fits_tiles,
+    from_tiles,
+    quant_matmul,
+    tiles_supported,
+    to_tiles,
+)
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT = 16
-LAYOUT = "rowmajor"
 _SCALE_DTYPE = {"nvfp4": torch.float8_e4m3fn, "nf4": torch.float32}
 
 
@@ -60,7 +74,7 @@ class WeightGroup(nn.Module):
     ) -> None:
         super().__init__()
         self.format = format
-        self.layout = LAYOUT
+        self.layout = "rows"
         self.segments = tuple(segments)
         self.in_features = in_features
         self.out_features = sum(self.segments)
@@ -83,7 +97,7 @@ class WeightGroup(nn.Module):
         return 0, codes, scales, globals_
 
     def _sections(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Views (codes, block_scale, global_scale) of the buffer as it is now."""
+        """Views (codes, block_scale, global_scale) of the buffer in rows."""
         n, k = self.out_features, self.in_features
         block = get_format(self.format).block_size
         dtype = _SCALE_DTYPE[self.format]
@@ -93,14 +107,58 @@ class WeightGroup(nn.Module):
         scales = flat[offsets[1] : offsets[1] + scale_bytes].view(dtype).view(n, k // block)
         if self.format != "nvfp4":
             return codes, scales, None
-        num_bytes = 4 * len(self.segments)
-        return codes, scales, flat[offsets[2] : offsets[2] + num_bytes].view(torch.float32)
+        return codes, scales, self._global_scales()
+
+    def _global_scales(self) -> torch.Tensor:
+        start = self._offsets[2]
+        return self.packed.detach()[start : start + 4 * len(self.segments)].view(torch.float32)
+
+    def _tiles(self) -> torch.Tensor:
+        """View ``[N/16, K/64, 576]`` of the first two sections."""
+        n, k = self.out_features, self.in_features
+        return self.packed.detach()[: n * k // 16 * 9].view(n // 16, k // 64, -1)
+
+    def settle_layout(self) -> None:
+        """Bring the buffer into the layout that the kernels of its device read fastest (mutates ``packed``)."""
+        device = self.packed.device
+        tiles = (
+            self.format == "nvfp4"
+            and device.type == "cuda"
+            and all(fits_tiles(rows, self.in_features) for rows in self.segments)
+            and tiles_supported(device)
+        )
+        if tiles and self.layout == "rows":
+            self._to_tiles()
+        elif not tiles and self.layout == "tiles":
+            self._to_rows()
+
+    def _to_tiles(self) -> None:
+        codes, scales, _ = self._sections()
+        try:
+            tiles = to_tiles(codes, scales)
+        except TileLayoutError as error:
+            logger.warning("a weight of %d x %d stays in rows: %s", self.out_features, self.in_features, error)
+            return
+        self._tiles().copy_(tiles)
+        self.layout = "tiles"
+        self.drop_caches()
+
+    def _to_rows(self) -> None:
+        codes, scales = from_tiles(self._tiles())
+        self.layout = "rows"
+        own_codes, own_scales, _ = self._sections()
+        own_codes.copy_(codes)
+        own_scales.view(torch.uint8).copy_(scales.view(torch.uint8))
+        self.drop_caches()
 
     def group_weight(self) -> GroupWeight:
         """The whole group as the kernels take it; views of the resident buffer (cached per storage address)."""
         key = (self.packed.data_ptr(), self.packed.device)
         if self._views is None or self._views[0] != key:
-            codes, scales, global_scale = self._sections()
+            if self.layout == "tiles":
+                codes, scales, global_scale = self._tiles(), None, self._global_scales()
+            else:
+                codes, scales, global_scale = self._sections()
             uniform = None
             if global_scale is not None:
                 values = global_scale.tolist()
@@ -112,7 +170,8 @@ class WeightGroup(nn.Module):
     def segment_weight(self, index: int) -> GroupWeight:
         """Member ``index`` alone, as views of the resident buffer."""
         whole = self.group_weight()
-        rows = slice(self.starts[index], self.starts[index] + self.segments[index])
+        step = 16 if whole.layout == "tiles" else 1
+        rows = slice(self.starts[index] // step, (self.starts[index] + self.segments[index]) // step)
         global_scale = None if whole.global_scale is None else whole.global_scale[index : index + 1]
         uniform = whole.uniform_scale
         if global_scale is not None and uniform is None:
@@ -122,7 +181,7 @@ class WeightGroup(nn.Module):
             (self.segments[index],),
             self.in_features,
             whole.codes[rows],
-            whole.block_scale[rows],
+            None if whole.block_scale is None else whole.block_scale[rows],
             global_scale,
             uniform,
         )
@@ -141,6 +200,9 @@ class WeightGroup(nn.Module):
                 f"got {found_format} of shape {tuple(weight.shape)}"
             )
         rows = slice(self.starts[index], self.starts[index] + self.segments[index])
+        in_tiles = self.layout == "tiles"
+        if in_tiles:
+            self._to_rows()
         with torch.no_grad():
             if isinstance(weight, torch.Tensor):
                 self.packed[rows].copy_(weight)
@@ -152,19 +214,19 @@ class WeightGroup(nn.Module):
                 if global_scale is not None:
                     global_scale[index].copy_(weight.global_scale.reshape(()))
         self.drop_caches()
+        if in_tiles:
+            self._to_tiles()
 
     def packed_tensor(self, index: int) -> PackedTensor | torch.Tensor:
-        """Member ``index`` in the interchange layout (views; exact)."""
+        """Member ``index`` in the interchange layout (exact; views where the buffer holds rows)."""
         if self.format == "bf16":
             return self.packed[self.starts[index] : self.starts[index] + self.segments[index]]
         weight = self.segment_weight(index)
-        return PackedTensor(
-            self.format,
-            (self.segments[index], self.in_features),
-            weight.codes,
-            weight.block_scale,
-            weight.global_scale,
-        )
+        codes, block_scale = weight.codes, weight.block_scale
+        if block_scale is None:
+            codes, block_scale = from_tiles(codes)
+        shape = (self.segments[index], self.in_features)
+        return PackedTensor(self.format, shape, codes, block_scale, weight.global_scale)
 
     def dense(self) -> torch.Tensor:
         """Dequantized weight ``[N, K]``, global scale included, cached: the CPU path (see ``cache_bytes``).
@@ -182,14 +244,18 @@ class WeightGroup(nn.Module):
             self._dense = dense
         return self._dense
 
-    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``x W^T + bias`` of the whole group, rounded once: what the engine calls (no gradient).
+    def adds_lora(self, dtype: torch.dtype, ranks: Sequence[int]) -> bool:
+        """Whether a product of activations in ``dtype`` can add LoRA factors of these ranks before it rounds."""
+        return self.layout == "tiles" and dtype == torch.bfloat16 and all(rank % 8 == 0 for rank in ranks)
+
+    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None = None, lora: LoraUpdate | None = None) -> torch.Tensor:
+        """``x W^T + u b^T + bias`` of the whole group, rounded once: what the engine calls (no gradient).
 
         Args:
-            x: [T, K] in the compute dtype; ``bias``: [N] or None.
+            x: [T, K] in the compute dtype; ``bias``: [N] or None; ``lora``: only where :meth:`adds_lora` says so.
         """
         if self.format != "bf16" and x.is_cuda:
-            return quant_matmul(x, self.group_weight(), bias)
+            return quant_matmul(x, self.group_weight(), bias, lora)
         return dense_linear(x, self.dense(), bias)
 
     def drop_caches(self) -> None:
@@ -211,7 +277,9 @@ class WeightGroup(nn.Module):
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         # uint8 is no floating type, so `.to(dtype)` moves the packed bytes and never casts them.
         self.drop_caches()
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)
+        self.settle_layout()
+        return self
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:  # type: ignore[no-untyped-def]
         """The handles emit their segments; the buffer itself is no entry of a state dict."""

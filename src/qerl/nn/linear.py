@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from qerl.formats.base import PackedTensor
-from qerl.kernels.quant_matmul import GroupWeight, quant_matmul, quant_matmul_dx
+from qerl.kernels.lora import lora_shrink
+from qerl.kernels.quant_matmul import GroupWeight, LoraUpdate, quant_matmul, quant_matmul_dx
 from qerl.nn.group import WeightGroup, dense_linear
 
 _STATE_NAMES = {
@@ -32,6 +33,36 @@ class _QuantMatmul(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         dx = quant_matmul_dx(grad, ctx.weight) if ctx.needs_input_grad[0] else None
         return dx, None, None
+
+
+class _QuantLoraMatmul(torch.autograd.Function):
+    """y = x W^T + (x a^T) b^T with packed W, rounded once; saves x, the low-rank product and the factors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: GroupWeight,
+        bias: torch.Tensor | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+    ) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        u = lora_shrink(rows, a)
+        ctx.weight = weight
+        ctx.save_for_backward(rows, u, a, b)
+        update = LoraUpdate(u, b.reshape(-1), ((0, b.shape[1], 0),))
+        return quant_matmul(rows, weight, bias, update).view(*x.shape[:-1], b.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, u, a, b = ctx.saved_tensors
+        dy = grad.reshape(-1, grad.shape[-1])
+        du = dy @ b
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = quant_matmul_dx(dy, ctx.weight).addmm_(du, a).view(*grad.shape[:-1], a.shape[1])
+        return dx, None, None, du.t() @ rows, dy.t() @ u
 
 
 class QuantLinear(nn.Module):
@@ -69,6 +100,18 @@ class QuantLinear(nn.Module):
             return _QuantMatmul.apply(x, group.segment_weight(self.segment), self.bias)
         start = group.starts[self.segment]
         return dense_linear(x, group.dense()[start : start + self.out_features], self.bias)
+
+    def forward_with_lora(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
+        """``x W^T + bias + (x a^T) b^T`` rounded once, or None where the kernels of this weight cannot do that.
+
+        Args:
+            x: [..., in_features] in the compute dtype.
+            a: [r, in_features], b: [out_features, r] in that dtype, scaling included; gradients reach them.
+        """
+        group = self.group
+        if not (x.is_cuda and group.adds_lora(x.dtype, (a.shape[0],))):
+            return None
+        return _QuantLoraMatmul.apply(x, group.segment_weight(self.segment), self.bias, a, b)
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """W ``[out_features, in_features]``, global scale included."""

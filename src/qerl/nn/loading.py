@@ -108,6 +108,7 @@ def _load_group(
         group.load_segment(index, tensor)
         has_bias = linear.bias is not None
         biases.append(reader.load(f"{name}.bias").to(device, dtype) if has_bias else None)
+    group.settle_layout()
     install_group(found, group, biases)
 
 

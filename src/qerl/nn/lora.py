@@ -5,8 +5,8 @@ and the update is one fused multiply-add into the base output::
 
     y = base(x) + (x A^T) (s B)^T        A, s B cast to the dtype of x
 
-``lora_matmul`` is the only place with this formula; the rollout engine calls it on its shadows of the same masters, so
-both sides round alike. The casts are inside autograd: gradients reach the fp32 masters.
+The rollout engine computes the same on its shadows of the same masters. Where the kernels can add the update before
+they round (Hopper), both sides do. The casts are inside autograd: gradients reach the fp32 masters.
 """
 
 import warnings
@@ -61,15 +61,19 @@ class LoraQuantLinear(nn.Module, LoraLayer):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """``x`` [..., K] -> [..., N] with the active adapters added."""
+        names = [] if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_A]
+        if len(names) == 1:
+            y = self.base_layer.forward_with_lora(x, *self._factors(names[0], x.dtype))
+            if y is not None:
+                return y
         y = self.base_layer(x)
-        if self.disable_adapters:
-            return y
-        for name in self.active_adapters:
-            if name in self.lora_A:
-                a = self.lora_A[name].weight.to(x.dtype)
-                b = (self.lora_B[name].weight * self.scaling[name]).to(x.dtype)
-                y = lora_matmul(y, x, a, b)
+        for name in names:
+            y = lora_matmul(y, x, *self._factors(name, x.dtype))
         return y
+
+    def _factors(self, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """A ``[r, K]`` and s B ``[N, r]`` in ``dtype``; gradients reach the fp32 masters."""
+        return self.lora_A[name].weight.to(dtype), (self.lora_B[name].weight * self.scaling[name]).to(dtype)
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         """``s B A`` in fp32 ``[N, K]``: for export into 16-bit weights."""

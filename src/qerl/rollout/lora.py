@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from qerl.kernels.lora import LoraSegment, PackedB, lora_expand, lora_shrink
+from qerl.kernels.quant_matmul import LoraUpdate
+from qerl.nn.group import WeightGroup
 from qerl.nn.linear import QuantLinear
 from qerl.nn.lora import LoraQuantLinear, lora_layers
 
@@ -62,6 +64,21 @@ class GroupLora:
         active = self.active
         if any(active):
             lora_expand(y, lora_shrink(x, self.a), self.b, active)
+
+    def update_for(self, x: torch.Tensor, group: WeightGroup) -> LoraUpdate | None:
+        """What the product of ``x`` [T, K] with ``group`` shall add before it rounds; None where it cannot.
+
+        None also where no member is enabled: ``add_to`` then does nothing.
+        """
+        active = self.active
+        if not (any(active) and x.is_cuda and group.adds_lora(x.dtype, [s.rank for s in self.b.segments])):
+            return None
+        places = {
+            segment.out_start: (segment.rank_start, segment.rank if enabled else 0, place)
+            for segment, place, enabled in zip(self.b.segments, self.b.places, active, strict=True)
+        }
+        ordered = tuple(places.get(start, (0, 0, 0)) for start in group.starts)
+        return LoraUpdate(lora_shrink(x, self.a), self.b.buffer, ordered)
 
     @property
     def bytes(self) -> int:

@@ -53,8 +53,11 @@ class FusedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` [T, K] -> [T, N]."""
-        y = self.group.matmul(x, self.bias)
-        if self.lora is not None:
+        if self.lora is None:
+            return self.group.matmul(x, self.bias)
+        update = self.lora.update_for(x, self.group)
+        y = self.group.matmul(x, self.bias, update)
+        if update is None:
             self.lora.add_to(y, x)
         return y
 

@@ -10,12 +10,13 @@ import torch
 from qerl.kernels.device import launch_on, multiprocessor_count
 from qerl.kernels.lora import reference
 from qerl.kernels.lora.packed import LoraSegment, PackedB
+from qerl.kernels.quant_matmul import hopper
 from qerl.kernels.rows import aligned_rows
 
 __all__ = ["MAX_SHRINK_ROWS", "LoraSegment", "PackedB", "lora_expand", "lora_shrink"]
 
 # Above this many rows cuBLAS fills the GPU without splitting K.
-MAX_SHRINK_ROWS = 256
+MAX_SHRINK_ROWS = 512
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -23,7 +24,7 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     """``x a^T`` of few rows with K split over programs, added up in a fixed order; no gradient.
 
     Args:
-        x: bf16, fp16 or fp32 [T, K]. Above 256 rows, and on the CPU, a plain matmul.
+        x: bf16, fp16 or fp32 [T, K]. Above 512 rows, and on the CPU, a plain matmul.
         a: [R, K] contiguous, in the dtype of ``x``: the A factors of all members.
 
     Returns:
@@ -81,6 +82,9 @@ def lora_expand(y: torch.Tensor, u: torch.Tensor, b: PackedB, active: tuple[bool
 
 @torch.library.custom_op("qerl::lora_shrink", mutates_args=())
 def _shrink_op(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    if x.dtype == torch.bfloat16 and x.shape[1] % 32 == 0 and x.shape[0] and hopper.is_supported(x.device):
+        with launch_on(x.device):
+            return hopper.lora_shrink(aligned_rows(x), a)
     from qerl.kernels.lora import launch  # Triton comes only with CUDA builds of torch.
 
     splits = launch.num_splits(x.shape[0], a.shape[0], x.shape[1], multiprocessor_count(x.device.index))

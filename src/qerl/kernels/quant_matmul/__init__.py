@@ -1,13 +1,13 @@
 """Products with frozen 4-bit weights: forward, gradient of the input, dequantization.
 
-CPU tensors take the plain torch reference. On CUDA a few rows (up to `FEW_ROWS`) go through a Triton kernel
-that keeps weights packed until registers; more rows dequantize into a reused workspace and multiply with
-cuBLAS. Both multiply by the same bf16 weights, accumulate in fp32, apply the global scale to the accumulator
-and round once.
+CPU tensors take the plain torch reference. On CUDA, weights in tiles go through the Hopper kernels (``cuda/``) up to
+`MANY_ROWS` rows; weights in rows go through a Triton kernel up to `FEW_ROWS`. Both keep weights packed until
+registers. More rows dequantize into a reused workspace and multiply with cuBLAS. All multiply by the same bf16 weights,
+accumulate in fp32, apply the global scale to the accumulator and round once.
 
 The ops are registered with torch.library (torch.compile and CUDA graphs see opaque calls); autograd is the
 caller's.
-Same input, same bits: no path uses atomics.
+Same input, same bits: partial sums are added in a fixed order everywhere.
 """
 
 from collections.abc import Sequence
@@ -17,18 +17,27 @@ import torch
 from qerl.kernels.device import launch_on
 from qerl.kernels.quant_matmul import reference
 from qerl.kernels.quant_matmul.config import FEW_ROWS
-from qerl.kernels.quant_matmul.weight import GroupWeight
+from qerl.kernels.quant_matmul.hopper_plan import MANY_ROWS
+from qerl.kernels.quant_matmul.tiles import TileLayoutError, fits_tiles, from_tiles, to_tiles
+from qerl.kernels.quant_matmul.weight import GroupWeight, LoraUpdate
 from qerl.kernels.quant_matmul.workspace import reserve_workspace, workspace_bytes
 from qerl.kernels.rows import aligned_rows
 
 __all__ = [
     "FEW_ROWS",
+    "MANY_ROWS",
     "ActivationDtypeError",
     "GroupWeight",
+    "LoraUpdate",
+    "TileLayoutError",
     "dequantize",
+    "fits_tiles",
+    "from_tiles",
     "quant_matmul",
     "quant_matmul_dx",
     "reserve_workspace",
+    "tiles_supported",
+    "to_tiles",
     "workspace_bytes",
 ]
 
@@ -39,16 +48,26 @@ class ActivationDtypeError(ValueError):
     """Activations of a dtype in which the product is not safe."""
 
 
-def quant_matmul(x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``y = x W^T + bias`` with packed W.
+def tiles_supported(device: torch.device) -> bool:
+    """Whether products with weights in tiles run on `device`: a Hopper GPU on which the CUDA kernels can be built."""
+    from qerl.kernels.quant_matmul import hopper
+
+    return hopper.is_supported(device)
+
+
+def quant_matmul(
+    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None = None, lora: LoraUpdate | None = None
+) -> torch.Tensor:
+    """``y = x W^T + u b^T + bias`` with packed W.
 
     Args:
         x: bf16 or fp32 ``[..., K]``, any strides.
         weight: packed ``[N, K]`` on the device of `x`.
         bias: ``[N]`` in the dtype of `x`, or None.
+        lora: added in fp32 before rounding; only with x ``[M, K]``. Ranks in multiples of 8.
 
     Returns:
-        ``[..., N]`` in the dtype of `x`: fp32 accumulation, global scale and bias in fp32, rounded once.
+        ``[..., N]`` in the dtype of `x`: fp32 accumulation, global scale, LoRA and bias in fp32, rounded once.
         fp32 `x` is multiplied by the weights in fp32.
 
     Raises:
@@ -63,7 +82,11 @@ def quant_matmul(x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None
             f"bias must be {x.dtype} [{weight.out_features}] like x and the weight's rows, "
             f"got {bias.dtype} {list(bias.shape)}"
         )
-    y = _matmul_op(x.reshape(-1, x.shape[-1]), *_parts(weight), bias)
+    if lora is not None:
+        _check_lora(x, weight, lora)
+    places = [] if lora is None else [number for place in lora.places for number in place]
+    u, b = (None, None) if lora is None else (lora.u, lora.b)
+    y = _matmul_op(x.reshape(-1, x.shape[-1]), *_parts(weight), bias, u, b, places)
     return y.view(*x.shape[:-1], weight.out_features)
 
 
@@ -130,7 +153,25 @@ def _check_activation(name: str, tensor: torch.Tensor, weight: GroupWeight, widt
         raise ValueError(f"{name} is on {tensor.device}, the weight on {weight.device}")
 
 
-_Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, str, list[int], float | None]
+def _check_lora(x: torch.Tensor, weight: GroupWeight, lora: LoraUpdate) -> None:
+    width = lora.u.shape[-1]
+    if x.ndim != 2 or lora.u.shape != (x.shape[0], width) or lora.u.dtype != x.dtype or lora.b.dtype != x.dtype:
+        raise ValueError(
+            f"u must be {x.dtype} [{x.shape[0]}, R] like x {list(x.shape)}, and b of that dtype; got "
+            f"{lora.u.dtype} {list(lora.u.shape)} and {lora.b.dtype}"
+        )
+    fits = len(lora.places) == len(weight.segments) and all(
+        rank % 8 == 0 and column % 8 == 0 and column + rank <= width and place + rows * rank <= lora.b.numel()
+        for rows, (column, rank, place) in zip(weight.segments, lora.places, strict=False)
+    )
+    if not fits or width % 2 or not lora.u.is_contiguous():
+        raise ValueError(
+            f"places {lora.places} do not fit segments {weight.segments}, u of {width} columns (contiguous) and b of "
+            f"{lora.b.numel()}: ranks and columns come in multiples of 8"
+        )
+
+
+_Parts = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, str, list[int], float | None]
 
 
 def _parts(weight: GroupWeight) -> _Parts:
@@ -147,46 +188,57 @@ def _parts(weight: GroupWeight) -> _Parts:
 
 def _weight(
     codes: torch.Tensor,
-    block_scale: torch.Tensor,
+    block_scale: torch.Tensor | None,
     global_scale: torch.Tensor | None,
     weight_format: str,
     segments: Sequence[int],
     uniform_scale: float | None,
 ) -> GroupWeight:
-    columns = 2 * codes.shape[1]
+    columns = _columns(codes)
     return GroupWeight(weight_format, tuple(segments), columns, codes, block_scale, global_scale, uniform_scale)
+
+
+def _columns(codes: torch.Tensor) -> int:
+    """K of rows [N, K/2] and of tiles [N/16, K/64, 576]."""
+    return 2 * codes.shape[1] if codes.ndim == 2 else 64 * codes.shape[1]
 
 
 @torch.library.custom_op("qerl::quant_matmul", mutates_args=())
 def _matmul_op(
     x: torch.Tensor,
     codes: torch.Tensor,
-    block_scale: torch.Tensor,
+    block_scale: torch.Tensor | None,
     global_scale: torch.Tensor | None,
     weight_format: str,
     segments: Sequence[int],
     uniform_scale: float | None,
     bias: torch.Tensor | None,
+    u: torch.Tensor | None,
+    b: torch.Tensor | None,
+    places: Sequence[int],
 ) -> torch.Tensor:
     weight = _weight(codes, block_scale, global_scale, weight_format, segments, uniform_scale)
+    lora = None
+    if u is not None and b is not None:
+        lora = LoraUpdate(u, b, tuple(zip(places[::3], places[1::3], places[2::3], strict=True)))
     if not x.is_cuda:
-        return reference.quant_matmul(x, weight, bias)
+        return reference.quant_matmul(x, weight, bias, lora)
     from qerl.kernels.quant_matmul import paths  # Triton comes only with CUDA builds of torch.
 
     with launch_on(x.device):
-        return paths.matmul(aligned_rows(x), weight, bias)
+        return paths.matmul(aligned_rows(x), weight, bias, lora)
 
 
 @_matmul_op.register_fake
-def _(x, codes, block_scale, global_scale, weight_format, segments, uniform_scale, bias):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], codes.shape[0])
+def _(x, codes, block_scale, global_scale, weight_format, segments, uniform_scale, bias, u, b, places):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], sum(segments))
 
 
 @torch.library.custom_op("qerl::quant_matmul_dx", mutates_args=())
 def _matmul_dx_op(
     dy: torch.Tensor,
     codes: torch.Tensor,
-    block_scale: torch.Tensor,
+    block_scale: torch.Tensor | None,
     global_scale: torch.Tensor | None,
     weight_format: str,
     segments: Sequence[int],
@@ -203,14 +255,14 @@ def _matmul_dx_op(
 
 @_matmul_dx_op.register_fake
 def _(dy, codes, block_scale, global_scale, weight_format, segments, uniform_scale):  # type: ignore[no-untyped-def]
-    return dy.new_empty(dy.shape[0], 2 * codes.shape[1])
+    return dy.new_empty(dy.shape[0], _columns(codes))
 
 
 @torch.library.custom_op("qerl::dequantize", mutates_args=("out",))
 def _dequantize_op(
     out: torch.Tensor,
     codes: torch.Tensor,
-    block_scale: torch.Tensor,
+    block_scale: torch.Tensor | None,
     global_scale: torch.Tensor | None,
     weight_format: str,
     segments: Sequence[int],
@@ -220,7 +272,7 @@ def _dequantize_op(
     if not out.is_cuda:
         out.copy_(reference.dequantize(weight, out.dtype))
         return
-    from qerl.kernels.quant_matmul import launch  # Triton comes only with CUDA builds of torch.
+    from qerl.kernels.quant_matmul import paths  # Triton comes only with CUDA builds of torch.
 
     with launch_on(out.device):
-        launch.dequantize_into(weight, out)
+        paths.dequantize_into(weight, out)

@@ -1,21 +1,37 @@
 """Launches of the Hopper kernels over weights in the tile layout (see ``tiles.py`` and ``cuda/``)."""
 
 import ctypes
-from functools import cache
+import logging
+import os
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
 
-from qerl.kernels.cuda import Launch, load_kernel
+from qerl.kernels.cuda import KernelBuildError, Launch, compile_cubin, load_kernel
 from qerl.kernels.device import multiprocessor_count
-from qerl.kernels.quant_matmul.hopper_plan import FEW_ROWS, FewRowsPlan, ManyRowsPlan, few_rows_group, few_rows_plan, many_rows_plan
+from qerl.kernels.quant_matmul.hopper_plan import (
+    FEW_ROWS,
+    FewRowsPlan,
+    ManyRowsPlan,
+    all_many_rows_plans,
+    few_rows_plan,
+    many_rows_plan,
+)
 from qerl.kernels.quant_matmul.tiles import TILE_ROWS
-from qerl.kernels.quant_matmul.weight import GroupWeight
+from qerl.kernels.quant_matmul.weight import GroupWeight, LoraUpdate
 
-_SOURCES = Path(__file__).parent / "cuda"
+logger = logging.getLogger(__name__)
+
+# Set to anything, this environment variable keeps NVFP4 weights in the row-major layout of the Triton kernels.
+DISABLE_VARIABLE = "QERL_NO_CUDA_KERNELS"
 MAX_SEGMENTS = 4
+# Columns of k a block of the LoRA shrink sums, so that its few output columns fill the GPU.
+SHRINK_COLUMNS = 1024
+_SOURCES = Path(__file__).parent / "cuda"
 # Tiles store code x scale x 2^-9 after decoding (cuda/tiles.cuh); the epilogue takes the power back.
 _SCALE = 512.0
+_COUNTERS = 1 << 18
 
 
 class _Lora(ctypes.Structure):
@@ -35,7 +51,7 @@ class _Params(ctypes.Structure):
         ("x", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
-        ("segment_scale", ctypes.c_void_p),
+        ("global_scale", ctypes.c_void_p),
         ("partial", ctypes.c_void_p),
         ("arrivals", ctypes.c_void_p),
         ("scale", ctypes.c_float),
@@ -49,49 +65,109 @@ class _Params(ctypes.Structure):
     ]
 
 
+class _Shrink(ctypes.Structure):
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("a", ctypes.c_void_p),
+        ("u", ctypes.c_void_p),
+        ("partial", ctypes.c_void_p),
+        ("arrivals", ctypes.c_void_p),
+        ("m", ctypes.c_int),
+        ("k", ctypes.c_int),
+        ("r", ctypes.c_int),
+    ]
+
+
 class _Dequantize(ctypes.Structure):
     _fields_ = [("tiles", ctypes.c_void_p), ("out", ctypes.c_void_p), ("n", ctypes.c_int), ("k", ctypes.c_int)]
 
 
-def matmul(x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    """``x`` bf16 [M, K] contiguous, M >= 1 -> bf16 [M, N]; weights in tiles."""
+def is_supported(device: torch.device) -> bool:
+    """Whether the kernels of this module can be built for `device`; says once why not, where a Hopper GPU is there."""
+    return device.type == "cuda" and _is_supported(device.index if device.index is not None else 0)
+
+
+@cache
+def _is_supported(index: int) -> bool:
+    if torch.cuda.get_device_capability(index) != (9, 0):
+        return False
+    if os.environ.get(DISABLE_VARIABLE):
+        logger.info("%s is set: NVFP4 products use the Triton kernels", DISABLE_VARIABLE)
+        return False
+    try:
+        for source in ("few_rows", "many_rows", "dequantize", "lora_shrink"):
+            compile_cubin(_SOURCES / f"{source}.cu")
+    except (ImportError, KernelBuildError) as error:
+        logger.warning(
+            "the fast Hopper kernels cannot be built (%s): NVFP4 products use the Triton kernels. "
+            "They need NVRTC and cuda-bindings, which torch's CUDA packages bring along",
+            error,
+        )
+        return False
+    _workspace(torch.device("cuda", index))
+    return True
+
+
+def matmul(
+    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, lora: LoraUpdate | None = None
+) -> torch.Tensor:
+    """``x`` bf16 [M, K] contiguous, 1 <= M <= 2048 -> bf16 [M, N]; weights in tiles."""
     m, n, k = x.shape[0], weight.out_features, weight.in_features
     sms = multiprocessor_count(x.device.index)
-    plan = few_rows_plan(m, n, k, sms) if m <= FEW_ROWS else None
     y = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
+    plan = few_rows_plan(m, n, k, sms) if m <= FEW_ROWS else None
     if plan is not None:
-        run_few_rows(plan, x, weight, bias, y)
+        run_few_rows(plan, x, weight, bias, lora, y)
     else:
-        run_many_rows(many_rows_plan(m, n, k, sms), x, weight, bias, y)
+        run_many_rows(many_rows_plan(m, n, k, sms), x, weight, bias, lora, y)
     return y
 
 
 def run_few_rows(
-    plan: FewRowsPlan, x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, y: torch.Tensor
+    plan: FewRowsPlan,
+    x: torch.Tensor,
+    weight: GroupWeight,
+    bias: torch.Tensor | None,
+    lora: LoraUpdate | None,
+    y: torch.Tensor,
 ) -> None:
     """Launch one few-row kernel into `y` (mutated)."""
-    params = _params(x, weight, bias, y)
-    tiles = weight.out_features // TILE_ROWS
+    shape, sms = (x.shape[0], weight.out_features, weight.in_features), multiprocessor_count(x.device.index)
+    params = _params(x, weight, bias, lora, y)
     params.slices = plan.slices
-    if plan.slices > 1:
-        _set_workspace(params, plan.slices * tiles * plan.blocks * 512, tiles, x.device)
-    grid = few_rows_group(multiprocessor_count(x.device.index), plan.slices) * plan.slices
-    _launch("few_rows", plan.name, 32 * plan.warps, (grid, 1, 1), plan.shared_bytes, x.device.index)(params)
+    shared = plan.shared_bytes(*shape, sms)
+    grid = plan.group(sms) * plan.slices
+    _launch("few_rows", plan.name, 32 * plan.warps, (grid, 1, 1), shared, x.device.index)(params)
 
 
 def run_many_rows(
-    plan: ManyRowsPlan, x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, y: torch.Tensor
+    plan: ManyRowsPlan,
+    x: torch.Tensor,
+    weight: GroupWeight,
+    bias: torch.Tensor | None,
+    lora: LoraUpdate | None,
+    y: torch.Tensor,
 ) -> None:
     """Launch one many-row kernel into `y` (mutated)."""
-    params = _params(x, weight, bias, y)
-    warps = 4 * plan.groups
-    grid = plan.grid(*x.shape[:1], weight.out_features, weight.in_features, multiprocessor_count(x.device.index))
+    shape, sms = (x.shape[0], weight.out_features, weight.in_features), multiprocessor_count(x.device.index)
+    params = _params(x, weight, bias, lora, y)
     params.slices = int(plan.whole)
-    if not plan.whole:
-        tiles = -(-weight.out_features // (16 * warps)) * -(-x.shape[0] // plan.tokens)
-        _set_workspace(params, grid * 2 * warps * plan.tokens * 64, tiles * warps, x.device)
+    grid = plan.grid(*shape, sms)
     launch = _launch("many_rows", plan.name, 128 * plan.groups + 128, (grid, 1, 1), plan.shared_bytes, x.device.index)
     launch(params, _tensor_map(x.data_ptr(), *x.shape, plan.tokens))
+
+
+def lora_shrink(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """``x a^T``: bf16 [M, K] and [R, K], both contiguous, K a multiple of 32 -> bf16 [M, R]."""
+    (m, k), r = x.shape, a.shape[0]
+    u = torch.empty(m, r, dtype=torch.bfloat16, device=x.device)
+    partial, arrivals = _workspace(x.device)
+    params = _Shrink(x.data_ptr(), a.data_ptr(), u.data_ptr(), partial.data_ptr(), arrivals.data_ptr(), m, k, r)
+    blocks = next((blocks for blocks in (1, 2, 4) if m <= 8 * blocks), 8)
+    slices = max(1, k // SHRINK_COLUMNS)
+    grid = (-(-r // 16), slices, -(-m // (8 * blocks)))
+    _launch("lora_shrink", f"lora_shrink_{blocks}", 256, grid, 0, x.device.index)(params)
+    return u
 
 
 def dequantize_into(weight: GroupWeight, out: torch.Tensor) -> None:
@@ -103,14 +179,16 @@ def dequantize_into(weight: GroupWeight, out: torch.Tensor) -> None:
     _launch("dequantize", name, 128, grid, 0, out.device.index)(params)
 
 
-def _params(x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, y: torch.Tensor) -> _Params:
+def _params(
+    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, lora: LoraUpdate | None, y: torch.Tensor
+) -> _Params:
     params = _Params()
     params.tiles, params.x, params.y = weight.codes.data_ptr(), x.data_ptr(), y.data_ptr()
     params.m, params.n, params.k = x.shape[0], weight.out_features, weight.in_features
     if bias is not None:
         params.bias = bias.data_ptr()
     if weight.uniform_scale is None:
-        params.segment_scale = _inverse(weight).data_ptr()
+        params.global_scale = weight.global_scale.data_ptr()
     else:
         params.scale = _SCALE * weight.uniform_scale
     params.segments = len(weight.segments)
@@ -118,26 +196,25 @@ def _params(x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, y: 
     for index, rows in enumerate(weight.segments):
         end += rows // TILE_ROWS
         params.segment_end[index] = end
+    partial, arrivals = _workspace(x.device)
+    params.partial, params.arrivals = partial.data_ptr(), arrivals.data_ptr()
+    if lora is not None:
+        params.lora.u, params.lora.b, params.lora.width = lora.u.data_ptr(), lora.b.data_ptr(), lora.u.shape[1]
+        for index, (column, rank, place) in enumerate(lora.places):
+            params.lora.column[index], params.lora.rank[index], params.lora.offset[index] = column, rank, place
     return params
 
 
-def _inverse(weight: GroupWeight) -> torch.Tensor:
-    return weight.global_scale.reciprocal()
+@cache
+def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of shared tiles (fp32) and the counters of their parts (zero between launches).
 
-
-_workspaces: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
-
-
-def _set_workspace(params: _Params, partial_bytes: int, counters: int, device: torch.device) -> None:
-    held = _workspaces.get(device)
-    if held is None or held[0].numel() < partial_bytes or held[1].numel() < counters:
-        sizes = (0, 0) if held is None else (held[0].numel(), held[1].numel())
-        held = (
-            torch.empty(max(partial_bytes, sizes[0]), dtype=torch.uint8, device=device),
-            torch.zeros(max(counters, sizes[1], 1 << 16), dtype=torch.int32, device=device),
-        )
-        _workspaces[device] = held
-    params.partial, params.arrivals = held[0].data_ptr(), held[1].data_ptr()
+    Of fixed size and address, because captured graphs bake it in; first asked for outside a capture. Launches on one
+    device must be ordered by a stream.
+    """
+    sms = multiprocessor_count(device.index)
+    size = max(plan.partial_bytes(sms) for plan in all_many_rows_plans())
+    return torch.empty(size, dtype=torch.uint8, device=device), torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
 
 @cache
@@ -146,7 +223,7 @@ def _launch(source: str, name: str, threads: int, grid: tuple[int, int, int], sh
     return Launch(kernel, grid, shared, overlap=source != "dequantize")
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _tensor_map(address: int, rows: int, columns: int, box_rows: int) -> ctypes.Array:
     """Descriptor of a bf16 matrix [rows, columns] for tensor copies of [box_rows, 64] with the 128-byte swizzle."""
     from cuda.bindings import driver
@@ -167,5 +244,4 @@ def _tensor_map(address: int, rows: int, columns: int, box_rows: int) -> ctypes.
     if status.value != 0:
         raise ValueError(f"no tensor map for [{rows}, {columns}] at {address:#x}: {status!r}")
     words = [int(word) for word in encoded.opaque]
-    # 64-byte aligned inside a larger buffer: the driver copies it as a kernel parameter.
     return (ctypes.c_uint64 * 16)(*words)

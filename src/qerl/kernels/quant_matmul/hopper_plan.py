@@ -1,4 +1,8 @@
-"""Which Hopper kernel serves a shape, with how many blocks, slices and bytes: plain arithmetic, no GPU needed."""
+"""Which Hopper kernel serves a shape, with how many blocks, slices and bytes: plain arithmetic, no GPU needed.
+
+The constants are straight-line fits to sweeps on an H200 over the linears of Qwen2.5-7B and 32B
+(``benchmarks/results/kernels-h200.json`` holds the times they lead to); only their ratios matter for the choice.
+"""
 
 from dataclasses import dataclass
 from functools import cache
@@ -7,36 +11,81 @@ from qerl.kernels.quant_matmul.tiles import TILE_ROWS, WINDOW_BYTES, WINDOW_COLU
 
 UNIT_WINDOWS = 4
 UNIT_BYTES = UNIT_WINDOWS * WINDOW_BYTES
-# Up to so many rows of x, mma.sync with all of x in shared memory; above, wgmma with x streamed.
-FEW_ROWS = 16
 SHARED_BYTES = 227 * 1024
 # Barriers of x in the few-row kernel.
 X_CHUNKS = 8
-# Microseconds one multiprocessor needs for a unit at full memory bandwidth, and what a second slice of k costs at the
-# end of a launch (measured on an H200; only their ratio matters).
+# Up to so many rows of x: mma.sync, with all of x in shared memory. Above: wgmma, with x streamed.
+FEW_ROWS = 8
+# Above so many rows, dequantizing once and cuBLAS beat decoding the weights again for every 256 rows.
+MANY_ROWS = 2048
+
+# Microseconds a multiprocessor needs for a unit in the few-row kernel, and what cutting k costs at the end.
 _UNIT_US = 0.065
-_SLICE_US = 1.3
+_SLICE_US = 0.8
+# Units of a block from which on 12 and 16 warps pay.
+_WARPS = ((100, 16), (48, 12), (0, 8))
+# (rows of x in a tile, warpgroups) -> windows a stage, stages, microseconds a window, fixed cost of shared tiles.
+_SHAPES = {
+    (16, 2): (4, 6, 0.205, 5.3),
+    (16, 3): (4, 5, 0.272, 6.4),
+    (32, 2): (4, 5, 0.222, 6.1),
+    (32, 3): (4, 4, 0.300, 7.3),
+    (64, 2): (4, 4, 0.262, 7.8),
+    (64, 3): (4, 3, 0.365, 9.3),
+    (128, 2): (2, 5, 0.370, 12.0),
+    (128, 3): (2, 4, 0.530, 14.4),
+    (256, 2): (2, 3, 0.655, 19.0),
+}
+_WHOLE_US = 2.5
+# Blocks that share tiles stand at different columns of x. Where x outgrows the L2 cache, each of them fetches its own.
+_X_CACHE_BYTES = 30 << 20
+_X_MISS = 1.2
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 @dataclass(frozen=True, slots=True)
 class FewRowsPlan:
-    """Launch of ``few_rows_{blocks}_{warps}_{stages}``.
+    """Launch of ``few_rows_{warps}_2`` or ``few_rows_{warps}_2_pair``.
 
     Attributes:
-        blocks: groups of 8 rows of x.
-        slices: parts of k; each is summed by the last block to arrive.
-        shared_bytes: dynamic shared memory.
+        warps: of a block.
+        slices: parts of k; each tile of 16 channels is summed by the last block to arrive.
+        pair: clusters of two blocks share x.
     """
 
-    blocks: int
     warps: int
-    stages: int
-    slices: int
-    shared_bytes: int
+    slices: int = 1
+    pair: bool = False
 
     @property
     def name(self) -> str:
-        return f"few_rows_{self.blocks}_{self.warps}_{self.stages}"
+        """Entry point in ``few_rows.cu``."""
+        return f"few_rows_{self.warps}_2{'_pair' if self.pair else ''}"
+
+    def group(self, multiprocessors: int) -> int:
+        """Blocks that share a slice of k (an even number in pairs)."""
+        blocks = multiprocessors // self.slices
+        return blocks // 2 * 2 if self.pair else blocks
+
+    def units(self, n: int, k: int, multiprocessors: int) -> int:
+        """Units (four windows) of the busiest block."""
+        depth = _ceil(k // WINDOW_COLUMNS, self.slices)
+        return _ceil(n // TILE_ROWS, self.group(multiprocessors)) * _ceil(depth, UNIT_WINDOWS)
+
+    def shared_bytes(self, m: int, n: int, k: int, multiprocessors: int) -> int:
+        """Dynamic shared memory: rings, barriers, x, partial sums (as ``few_rows.cu`` lays them out)."""
+        windows = k // WINDOW_COLUMNS
+        most = _ceil(n // TILE_ROWS, self.group(multiprocessors))
+        slots = 0
+        for depth in {_ceil(windows, self.slices), windows // self.slices}:
+            units = _ceil(depth, UNIT_WINDOWS)
+            slots = max(slots, (units * most // self.warps + 1 + units - 2) // units + 1)
+        rings = self.warps * 2 * (UNIT_BYTES + 8) + 8 * X_CHUNKS
+        x = m * (_ceil(windows, self.slices) * 128 + 16)
+        return rings + 128 + x + 128 + self.warps * slots * 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,87 +95,79 @@ class ManyRowsPlan:
     Attributes:
         tokens: rows of x a tile covers.
         groups: warpgroups of 64 channels.
-        unit: windows a stage.
-        stages: of the ring.
         whole: tiles are not shared between blocks.
     """
 
     tokens: int
     groups: int
-    unit: int
-    stages: int
     whole: bool
 
     @property
+    def unit(self) -> int:
+        """Windows a stage."""
+        return _SHAPES[self.tokens, self.groups][0]
+
+    @property
+    def stages(self) -> int:
+        """Stages of the ring."""
+        return _SHAPES[self.tokens, self.groups][1]
+
+    @property
     def name(self) -> str:
+        """Entry point in ``many_rows.cu``."""
         return f"many_rows_{self.tokens}_{self.groups}_{self.unit}_{self.stages}"
+
+    def tiles(self, m: int, n: int) -> int:
+        """Tiles of the output."""
+        return _ceil(n, 64 * self.groups) * _ceil(m, self.tokens)
 
     def grid(self, m: int, n: int, k: int, multiprocessors: int) -> int:
         """Blocks: one a multiprocessor, but no more than there are units to share out."""
-        units = _ceil(k // WINDOW_COLUMNS, self.unit)
-        return min(multiprocessors, units * _ceil(n, 64 * self.groups) * _ceil(m, self.tokens))
+        return min(multiprocessors, _ceil(k // WINDOW_COLUMNS, self.unit) * self.tiles(m, n))
 
     @property
     def shared_bytes(self) -> int:
+        """Dynamic shared memory: the ring and its barriers."""
         window = self.tokens * 128 + 4 * self.groups * WINDOW_BYTES
         return 1024 + self.stages * (self.unit * window + 16)
 
+    def partial_bytes(self, multiprocessors: int) -> int:
+        """Workspace: two shared tiles a block, fp32."""
+        return 0 if self.whole else multiprocessors * 2 * 64 * self.groups * self.tokens * 4
 
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def few_rows_shared_bytes(m: int, n: int, k: int, multiprocessors: int, warps: int, stages: int, slices: int) -> int:
-    """Dynamic shared memory of the few-row kernel: rings, barriers, x, partial sums (as ``few_rows.cu`` lays them out)."""
-    blocks = _ceil(m, 8)
-    tiles, depth = n // TILE_ROWS, _ceil(k // WINDOW_COLUMNS, slices)
-    most = _ceil(tiles, few_rows_group(multiprocessors, slices))
-    slots = 0
-    for windows in {depth, k // WINDOW_COLUMNS // slices}:
-        units = _ceil(windows, UNIT_WINDOWS)
-        slots = max(slots, (units * most // warps + 1 + units - 2) // units + 1)
-    rings = warps * stages * (UNIT_BYTES + 8) + 8 * X_CHUNKS
-    x = m * (depth * 128 + 16)
-    return rings + 128 + x + 128 + warps * slots * blocks * 512
+    def cost(self, m: int, n: int, k: int, multiprocessors: int) -> float:
+        """Estimated microseconds."""
+        windows, tiles = k // WINDOW_COLUMNS, self.tiles(m, n)
+        _, _, window_us, shared_us = _SHAPES[self.tokens, self.groups]
+        if self.whole:
+            return _WHOLE_US + window_us * windows * _ceil(tiles, multiprocessors)
+        misses = _X_MISS if 2 * m * k > _X_CACHE_BYTES else 1.0
+        return shared_us + misses * window_us * windows * tiles / multiprocessors
 
 
-def few_rows_group(multiprocessors: int, slices: int) -> int:
-    """Blocks that share a slice of k: even, because clusters of two blocks share x."""
-    return multiprocessors // slices // 2 * 2
+def all_many_rows_plans() -> list[ManyRowsPlan]:
+    """Every tile shape, with shared and with whole tiles."""
+    return [ManyRowsPlan(tokens, groups, whole) for tokens, groups in _SHAPES for whole in (True, False)]
 
 
 @cache
 def few_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan | None:
     """The cheapest cut of k that fits shared memory, or None where none does."""
     best: tuple[float, FewRowsPlan] | None = None
-    tiles, windows = n // TILE_ROWS, k // WINDOW_COLUMNS
-    blocks = _ceil(m, 8)
-    shapes = ((16, 2), (8, 2))
-    for slices in range(1, min(12, windows) + 1):
-        for warps, stages in shapes:
-            shared = few_rows_shared_bytes(m, n, k, multiprocessors, warps, stages, slices)
-            if shared > SHARED_BYTES:
-                continue
-            units = _ceil(tiles, few_rows_group(multiprocessors, slices)) * _ceil(_ceil(windows, slices), UNIT_WINDOWS)
-            cost = units * _UNIT_US + (_SLICE_US if slices > 1 else 0) + (0.0 if warps == 16 else 0.5)
-            if best is None or cost < best[0]:
-                best = cost, FewRowsPlan(blocks, warps, stages, slices, shared)
-            break
+    for slices in range(1, min(12, k // WINDOW_COLUMNS, multiprocessors) + 1):
+        units = FewRowsPlan(16, slices).units(n, k, multiprocessors)
+        warps = next(warps for least, warps in _WARPS if units > least)
+        plan = FewRowsPlan(warps, slices, pair=m > 1 and slices == 1 and warps < 16)
+        if plan.shared_bytes(m, n, k, multiprocessors) > SHARED_BYTES:
+            continue
+        cost = units * _UNIT_US + (_SLICE_US if slices > 1 else 0.0)
+        if best is None or cost < best[0]:
+            best = cost, plan
     return best[1] if best else None
 
 
 @cache
 def many_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> ManyRowsPlan:
-    """Tile shape by the rows of x; whole tiles where that leaves little of the GPU idle."""
-    if m <= 32:
-        shape = (32, 3, 4, 4)
-    elif m <= 64:
-        shape = (64, 3, 4, 3)
-    elif m <= 128:
-        shape = (128, 2, 2, 5)
-    else:
-        shape = (256, 2, 2, 3)
-    tiles = _ceil(n, 64 * shape[1]) * _ceil(m, shape[0])
-    waves = tiles / multiprocessors
-    whole = _ceil(tiles, multiprocessors) <= 1.07 * waves
-    return ManyRowsPlan(*shape, whole)
+    """The tile shape of least estimated time among those not much taller than `m`."""
+    plans = [plan for plan in all_many_rows_plans() if plan.tokens < max(2 * m, 17)]
+    return min(plans, key=lambda plan: plan.cost(m, n, k, multiprocessors))

@@ -1,4 +1,4 @@
-"""The two CUDA paths of the quantized matmul and the choice between them.
+"""The CUDA paths of the quantized matmul and the choice between them.
 
 Every path multiplies by the same bf16 weights and applies the global scale to the fp32 accumulator; what
 differs is the order of summation. cuBLAS gets the scale as alpha. Where the segments of a group have
@@ -9,22 +9,28 @@ launch waits for the host.
 import torch
 
 from qerl.kernels.device import multiprocessor_count
-from qerl.kernels.quant_matmul import launch
+from qerl.kernels.quant_matmul import hopper, launch
 from qerl.kernels.quant_matmul.config import FEW_ROWS, few_rows_config
-from qerl.kernels.quant_matmul.weight import GroupWeight
+from qerl.kernels.quant_matmul.hopper_plan import MANY_ROWS
+from qerl.kernels.quant_matmul.reference import lora_update
+from qerl.kernels.quant_matmul.weight import GroupWeight, LoraUpdate
 from qerl.kernels.quant_matmul.workspace import workspace
 
 
-def matmul(x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None) -> torch.Tensor:
+def matmul(
+    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, lora: LoraUpdate | None = None
+) -> torch.Tensor:
     """``x`` [M, K] contiguous bf16 or fp32 on a GPU -> [M, N]."""
     m = x.shape[0]
     if m == 0:
         return x.new_empty(0, weight.out_features)
-    if x.dtype == torch.bfloat16 and m <= FEW_ROWS:
+    if weight.layout == "tiles" and x.dtype == torch.bfloat16 and m <= MANY_ROWS:
+        return hopper.matmul(x, weight, bias, lora)
+    if weight.layout == "rows" and x.dtype == torch.bfloat16 and m <= FEW_ROWS and lora is None:
         units = multiprocessor_count(x.device.index)
         config = few_rows_config(m, weight.out_features, weight.in_features, units)
         return launch.few_rows_matmul(x, weight, bias, config)
-    return dequantized_matmul(x, weight, bias)
+    return dequantized_matmul(x, weight, bias, lora)
 
 
 def matmul_dx(dy: torch.Tensor, weight: GroupWeight) -> torch.Tensor:
@@ -34,20 +40,47 @@ def matmul_dx(dy: torch.Tensor, weight: GroupWeight) -> torch.Tensor:
     return dequantized_matmul_dx(dy, weight)
 
 
-def dequantized_matmul(x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None) -> torch.Tensor:
+def dequantized_matmul(
+    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, lora: LoraUpdate | None = None
+) -> torch.Tensor:
     """`matmul` by way of the workspace and a dense GEMM."""
     dense = _dequantized(weight, x.dtype)
     alpha = _uniform_factor(weight)
     y = x.new_empty(x.shape[0], weight.out_features)
-    if alpha is not None:
-        if bias is None:
-            return y.addmm_(x, dense.t(), beta=0, alpha=alpha)
+    if alpha is not None and bias is None:
+        # The GEMM adds what LoRA left in y to its fp32 sum; only that small term has been rounded before.
+        if lora is not None:
+            _lora_into(y, weight, lora)
+        return y.addmm_(x, dense.t(), beta=0 if lora is None else 1, alpha=alpha)
+    extra = None if lora is None else lora_update(weight, lora)
+    if alpha is not None and bias is not None:
         # Not addmm: with a bias, cuBLAS may round split-K partial sums to bf16 (seen on an H200: error 1.5x).
-        return torch.add(bias.float(), _mm_fp32(x, dense.t()), alpha=alpha).to(x.dtype)
+        offset = bias.float() if extra is None else extra.add_(bias.float())
+        return torch.add(offset, _mm_fp32(x, dense.t()), alpha=alpha).to(x.dtype)
     for rows, multiplier in _segments(weight):
         product = _mm_fp32(x, dense[rows].t()) * multiplier
+        if extra is not None:
+            product += extra[:, rows]
         y[:, rows] = product if bias is None else product + bias[rows].float()
     return y
+
+
+def _lora_into(y: torch.Tensor, weight: GroupWeight, lora: LoraUpdate) -> None:
+    """Write the LoRA term into `y`, zeros where a segment has none."""
+    start = 0
+    for rows, (column, rank, place) in zip(weight.segments, lora.places, strict=True):
+        part = y[:, start : start + rows]
+        if rank:
+            b = lora.b[place : place + rows * rank].view(rows, rank)
+            torch.mm(lora.u[:, column : column + rank], b.t(), out=part)
+        else:
+            part.zero_()
+        start += rows
+
+
+def dequantize_into(weight: GroupWeight, out: torch.Tensor) -> None:
+    """Write ``[N, K]`` without the global scale into `out` (bf16 or fp32, contiguous)."""
+    (hopper if weight.layout == "tiles" else launch).dequantize_into(weight, out)
 
 
 def dequantized_matmul_dx(dy: torch.Tensor, weight: GroupWeight) -> torch.Tensor:
@@ -64,7 +97,7 @@ def dequantized_matmul_dx(dy: torch.Tensor, weight: GroupWeight) -> torch.Tensor
 
 def _dequantized(weight: GroupWeight, dtype: torch.dtype) -> torch.Tensor:
     dense = workspace((weight.out_features, weight.in_features), dtype, weight.device)
-    launch.dequantize_into(weight, dense)
+    dequantize_into(weight, dense)
     return dense
 
 

@@ -4,7 +4,8 @@ by."""
 import torch
 
 from qerl.formats.base import PackedTensor, get_format
-from qerl.kernels.quant_matmul.weight import GroupWeight
+from qerl.kernels.quant_matmul.tiles import from_tiles
+from qerl.kernels.quant_matmul.weight import GroupWeight, LoraUpdate
 
 
 def dequantize(weight: GroupWeight, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -12,7 +13,8 @@ def dequantize(weight: GroupWeight, dtype: torch.dtype = torch.bfloat16) -> torc
     `dtype`."""
     shape = (weight.out_features, weight.in_features)
     divisor = None if weight.global_scale is None else weight.global_scale[:1]
-    packed = PackedTensor(weight.format, shape, weight.codes, weight.block_scale, divisor)
+    codes, block_scale = from_tiles(weight.codes) if weight.layout == "tiles" else (weight.codes, weight.block_scale)
+    packed = PackedTensor(weight.format, shape, codes, block_scale, divisor)
     return get_format(weight.format).unscaled(packed, torch.bfloat16).to(dtype)
 
 
@@ -24,15 +26,28 @@ def row_multiplier(weight: GroupWeight) -> torch.Tensor | None:
     return torch.cat([inverse[i].expand(rows) for i, rows in enumerate(weight.segments)])
 
 
-def quant_matmul(x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x`` [M, K] -> ``(x W^T) * multiplier + bias`` [M, N], in fp32, rounded once to ``x.dtype``."""
+def quant_matmul(
+    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None = None, lora: LoraUpdate | None = None
+) -> torch.Tensor:
+    """``x`` [M, K] -> ``(x W^T) * multiplier + u b^T + bias`` [M, N], in fp32, rounded once to ``x.dtype``."""
     y = x.float() @ dequantize(weight, torch.float32).t()
     multiplier = row_multiplier(weight)
     if multiplier is not None:
         y = y * multiplier
+    if lora is not None:
+        y = y + lora_update(weight, lora)
     if bias is not None:
         y = y + bias.float()
     return y.to(x.dtype)
+
+
+def lora_update(weight: GroupWeight, lora: LoraUpdate) -> torch.Tensor:
+    """fp32 ``[M, N]``: what `lora` adds to the product."""
+    parts = []
+    for rows, (column, rank, place) in zip(weight.segments, lora.places, strict=True):
+        b = lora.b[place : place + rows * rank].view(rows, rank)
+        parts.append(lora.u[:, column : column + rank].float() @ b.float().t())
+    return torch.cat(parts, dim=1)
 
 
 def quant_matmul_dx(dy: torch.Tensor, weight: GroupWeight) -> torch.Tensor:

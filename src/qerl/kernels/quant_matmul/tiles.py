@@ -118,7 +118,9 @@ def to_tiles(codes: torch.Tensor, block_scale: torch.Tensor) -> torch.Tensor:
     """
     n, k = codes.shape[0], 2 * codes.shape[1]
     if not fits_tiles(n, k):
-        raise TileLayoutError(f"tiles need rows in multiples of {TILE_ROWS} and columns of {WINDOW_COLUMNS}: got {n} x {k}")
+        raise TileLayoutError(
+            f"tiles need rows in multiples of {TILE_ROWS} and columns of {WINDOW_COLUMNS}: got {n} x {k}"
+        )
     lookup = torch.tensor(_scale_bytes(), dtype=torch.int16, device=codes.device)
     out = torch.empty(n // TILE_ROWS, k // WINDOW_COLUMNS, WINDOW_BYTES, dtype=torch.uint8, device=codes.device)
     tables = torch.tensor(_word_tables(), dtype=torch.int64, device=codes.device)

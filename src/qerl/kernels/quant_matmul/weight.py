@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from qerl.kernels.quant_matmul.tiles import TILE_ROWS, WINDOW_BYTES, WINDOW_COLUMNS, fits_tiles
+
 _BLOCK_SIZE = {"nvfp4": 16, "nf4": 64}
 _SCALE_DTYPE = {"nvfp4": torch.float8_e4m3fn, "nf4": torch.float32}
 
@@ -12,15 +14,19 @@ _SCALE_DTYPE = {"nvfp4": torch.float8_e4m3fn, "nf4": torch.float32}
 class GroupWeight:
     """Frozen 4-bit weight ``[N, K]`` made of row segments (q/k/v or gate/up, or a single linear).
 
+    It comes in one of two layouts of the same bytes: ``"rows"``, in which every format is stored on disk, and
+    ``"tiles"`` (nvfp4 only), in which Hopper's kernels read it (:mod:`qerl.kernels.quant_matmul.tiles`).
+
     Views of storage that somebody else owns; nothing here is copied or mutated.
 
     Attributes:
         format: ``"nvfp4"`` or ``"nf4"``.
         segments: rows of each member; they sum to N.
         in_features: K.
-        codes: uint8 ``[N, K/2]``, contiguous; low nibble = even column.
+        codes: uint8 ``[N, K/2]``, contiguous; low nibble = even column. In tiles: uint8 ``[N/16, K/64, 576]``, codes
+            and block scales.
         block_scale: nvfp4: float8_e4m3fn ``[N, K/16]``; nf4: float32 absmax ``[N, K/64]``, or flat
-            ``[ceil(N*K/64)]`` where K is not a multiple of 64. Contiguous.
+            ``[ceil(N*K/64)]`` where K is not a multiple of 64. Contiguous. None in tiles.
         global_scale: nvfp4: float32 ``[S]``, the divisor of each segment; nf4: None.
         uniform_scale: 1/G as a Python float if all segments have the divisor G, else None. A host copy, so that no
             launch waits for the device.
@@ -33,7 +39,7 @@ class GroupWeight:
     segments: tuple[int, ...]
     in_features: int
     codes: torch.Tensor
-    block_scale: torch.Tensor
+    block_scale: torch.Tensor | None
     global_scale: torch.Tensor | None = None
     uniform_scale: float | None = None
 
@@ -41,6 +47,9 @@ class GroupWeight:
         if self.format not in _BLOCK_SIZE:
             raise ValueError(f"unknown weight format {self.format!r}; supported: {', '.join(_BLOCK_SIZE)}")
         n, k = self.out_features, self.in_features
+        if self.layout == "tiles":
+            self._check_tiles()
+            return
         step = 16 if self.format == "nvfp4" else 2
         if k % step or k <= 0 or n <= 0:
             raise ValueError(f"a {self.format} weight needs N > 0 and K a multiple of {step}, got N={n}, K={k}")
@@ -55,6 +64,23 @@ class GroupWeight:
         elif self.global_scale is not None or self.uniform_scale is not None:
             raise ValueError("an nf4 weight has no global scale; pass None")
 
+    def _check_tiles(self) -> None:
+        n, k = self.out_features, self.in_features
+        if self.format != "nvfp4" or not all(fits_tiles(rows, k) for rows in self.segments):
+            raise ValueError(
+                f"tiles hold nvfp4 weights with segments of multiples of 16 rows and K a multiple of 64, "
+                f"got {self.format}, segments {self.segments}, K={k}"
+            )
+        _expect("codes", self.codes, torch.uint8, (n // TILE_ROWS, k // WINDOW_COLUMNS, WINDOW_BYTES))
+        if self.global_scale is None:
+            raise ValueError("an nvfp4 weight needs its global_scale (float32 [S], divisors); got None")
+        _expect("global_scale", self.global_scale, torch.float32, (len(self.segments),))
+
+    @property
+    def layout(self) -> str:
+        """``"rows"`` or ``"tiles"``."""
+        return "rows" if self.block_scale is not None else "tiles"
+
     @property
     def out_features(self) -> int:
         """N, the rows of all segments together."""
@@ -68,7 +94,22 @@ class GroupWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of codes and block scales: what a pass over the weight reads."""
-        return self.codes.numel() + self.block_scale.numel() * self.block_scale.element_size()
+        return self.codes.nbytes + (0 if self.block_scale is None else self.block_scale.nbytes)
+
+
+@dataclass(slots=True)
+class LoraUpdate:
+    """What a product adds before it rounds: ``y[:, segment] += u[:, columns] b^T``.
+
+    Attributes:
+        u: bf16 ``[M, R]`` contiguous, ``x A^T`` of all members.
+        b: bf16, one-dimensional: the factors ``[N_i, r_i]`` row-major somewhere in it, scaling included.
+        places: per segment of the weight (first column of u, rank, place of the factor in b); rank 0 adds nothing.
+    """
+
+    u: torch.Tensor
+    b: torch.Tensor
+    places: tuple[tuple[int, int, int], ...]
 
 
 def _expect(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -21,7 +21,7 @@ struct Lora {            // y[:, segment s] += u[:, column[s] : column[s] + rank
     const uint16_t* b;   // bf16, segment s is [rows, rank[s]] at b + offset[s]
     int width;
     int column[MAX_SEGMENTS];
-    int rank[MAX_SEGMENTS];    // multiples of 16, 0: no adapter
+    int rank[MAX_SEGMENTS];    // multiples of 8, 0: no adapter
     int offset[MAX_SEGMENTS];
 };
 
@@ -30,7 +30,7 @@ struct Params {
     const uint16_t* x;       // bf16 [M, K]
     uint16_t* y;             // bf16 [M, N]
     const uint16_t* bias;    // bf16 [N] or null
-    const float* segment_scale;   // 1 / global scale of each segment (device), used where scale is 0
+    const float* global_scale;   // of each segment (device), or null where all share it and `scale` holds
     float* partial;          // workspace for sums of k slices
     int* arrivals;           // zero between launches
     float scale;             // 2^9 / global scale where all segments share it
@@ -177,7 +177,7 @@ struct Epilogue {
     int segment;
     __device__ __forceinline__ Epilogue(const Params& p, int tile, int lane) {
         segment = segment_of(p, tile);
-        scale = p.segment_scale ? 512.0f * p.segment_scale[segment] : p.scale;
+        scale = p.global_scale ? 512.0f / p.global_scale[segment] : p.scale;
         const int row = tile * 16 + (lane >> 2);
         bias[0] = p.bias ? bf16_to_float(p.bias[row]) : 0.0f;
         bias[1] = p.bias ? bf16_to_float(p.bias[row + 8]) : 0.0f;
@@ -196,9 +196,10 @@ __device__ __forceinline__ void finish_block(const Params& p, const Epilogue& e,
         const bool present = token0 + g < p.m;
         const uint16_t* u = p.lora.u + (present ? token0 + g : 0) * p.lora.width + p.lora.column[s] + 2 * t;
         for (int r = 0; r < rank; r += 16) {
+            const bool both = r + 8 < rank;   // ranks come in multiples of 8
             const uint32_t a[4] = {*(const uint32_t*)(b + r), *(const uint32_t*)(b + 8 * rank + r),
-                                   *(const uint32_t*)(b + r + 8), *(const uint32_t*)(b + 8 * rank + r + 8)};
-            mma(c, a, *(const uint32_t*)(u + r), *(const uint32_t*)(u + r + 8));
+                                   both ? *(const uint32_t*)(b + r + 8) : 0, both ? *(const uint32_t*)(b + 8 * rank + r + 8) : 0};
+            mma(c, a, *(const uint32_t*)(u + r), both ? *(const uint32_t*)(u + r + 8) : 0);
         }
     }
     uint32_t upper = pack_bf16(c[0] + e.bias[0], c[1] + e.bias[0]);
