@@ -1,8 +1,9 @@
 """One step after another over a scheduler: schedule, run the model, sample, append.
 
-:class:`StepLoop` serves both a ``generate`` call and a session. Steps with prefill, or with samples that draw from
-different distributions, are built from lists and run synchronously. When every running sample wants one token of one
-distribution, :class:`~qerl.rollout.decode_run.DecodeRun` takes over: static buffers, CUDA graphs, look-ahead.
+:class:`StepLoop` serves both a ``generate`` call and a session. Steps with prefill are built from lists and run
+synchronously. When every running sample wants one token, :class:`~qerl.rollout.decode_run.DecodeRun` takes over: static
+buffers, CUDA graphs, look-ahead. Samples that draw from different distributions share the forward pass and are drawn
+group by group.
 """
 
 import time
