@@ -26,7 +26,7 @@ from qerl.rollout.scheduler import Prefix, Sample, ScheduledStep, Scheduler
 
 # Tokens of a sample kept in arrays before they move into its lists.
 _HISTORY = 64
-# Freed slots are refilled once this share of the batch is free: the scheduler's work costs about one decode step.
+# A call refills freed slots once this share of the batch is free: planning costs a good part of a decode step.
 _REFILL_SHARE = 64
 
 
@@ -78,11 +78,12 @@ class DecodeRun:
     """Decodes over ``scheduler``'s running samples; mutates them, its block tables and ``kv``.
 
     ``enter`` with a step for which :func:`can_decode` holds, then ``launch`` and ``collect``, and ``leave`` once
-    nothing is in flight.
+    nothing is in flight. ``eager_refill``: waiting work takes the first slot that is freed, as someone waits for it.
     """
 
-    def __init__(self, decoder: Decoder, kv: KVCache, scheduler: Scheduler) -> None:
+    def __init__(self, decoder: Decoder, kv: KVCache, scheduler: Scheduler, *, eager_refill: bool) -> None:
         self.decoder = decoder
+        self.eager_refill = eager_refill
         self.kv = kv
         self.scheduler = scheduler
         self.active = False
@@ -134,7 +135,7 @@ class DecodeRun:
         self._last_row[:count] = -1
         self._fill[:count] = 0
         self._live[:count] = True
-        self._freed, self._refill_at = 0, max(1, count // _REFILL_SHARE)
+        self._freed, self._refill_at = 0, 1 if self.eager_refill else max(1, count // _REFILL_SHARE)
         self.decoder.buffers.upload_table(self._table)
 
     def launch(self) -> int:

@@ -68,6 +68,10 @@ class StepGraphs:
         steps[size]()
 
 
+class GraphCaptureError(RuntimeError):
+    """A decode step could not be captured."""
+
+
 class CudaCapture:
     """Captures steps on one device into graphs that share a memory pool."""
 
@@ -77,12 +81,21 @@ class CudaCapture:
             self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, step: Step) -> Step:
-        """Record ``step`` (it does not run) and return its replay."""
+        """Record ``step`` (it does not run) and return its replay.
+
+        Raises:
+            GraphCaptureError: the step waits for the device, or CUDA refused.
+        """
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads (data loading, a server) may use CUDA meanwhile.
-        with (
-            torch.cuda.device(self._device),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-        ):
-            step()
+        try:
+            with (
+                torch.cuda.device(self._device),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
+                step()
+        except RuntimeError as error:
+            raise GraphCaptureError(
+                f"a decode step could not be captured in a CUDA graph ({error}); cuda_graphs=False decodes without"
+            ) from error
         return graph.replay
