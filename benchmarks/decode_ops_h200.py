@@ -17,6 +17,7 @@ import torch
 import triton
 from kernels_h200 import COPY_BYTES_PER_US, MODELS, copies_past_l2, layer_shapes, median_us, rms_ratio
 
+from qerl.kernels import device
 from qerl.kernels.device import multiprocessor_count
 from qerl.kernels.lora import LoraSegment, PackedB, lora_expand, lora_shrink
 from qerl.kernels.paged_attention import launch as attention_launch
@@ -171,8 +172,10 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--sweep", type=int, metavar="BATCH")
+    parser.add_argument("--no-dependent-launch", action="store_true", help="wait for the previous kernel to end")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    device.DEPENDENT_LAUNCH = not options.no_dependent_launch
     if options.sweep is not None:
         for model in options.model:
             sweep(model, options.sweep)
