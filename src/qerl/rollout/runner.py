@@ -213,7 +213,7 @@ class DecoderRunner:
             attended = self._attend(layer, index, normed, batch, kv)
             normed, hidden = _add_norm(attended, hidden, layer.post_norm)
             normed, hidden = _add_norm(layer.down(silu_mul(layer.gate_up(normed))), hidden, next_norm)
-        return fp32_logits(normed[batch.logits_index], self.head.weight)
+        return fp32_logits(normed.index_select(0, batch.logits_index), self.head.weight)
 
 
 def _add_norm(x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
