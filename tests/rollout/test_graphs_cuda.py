@@ -13,7 +13,6 @@ from qerl.nn.norm import aqn_norms
 from qerl.rl.aqn import NoiseInjector
 from qerl.rollout.core import CompletionOutput, SamplingParams
 from qerl.rollout.engine import EngineConfig, RolloutEngine
-from qerl.rollout.graphs import GraphCaptureError
 from qerl.rollout.runner import DecoderRunner
 
 pytestmark = pytest.mark.gpu
@@ -171,28 +170,3 @@ def test_rows_that_draw_differently_share_a_captured_forward(tmp_path: Path) -> 
     for _ in range(2):
         assert run(graphed) == expected
     assert graphed.stats.graph_replays == graphed.stats.decode_steps > 30
-
-
-class WaitingRunner(DecoderRunner):
-    """Waits for the device, which no capture allows."""
-
-    waits = True
-
-    def forward(self, batch, kv):  # type: ignore[no-untyped-def]
-        logits = super().forward(batch, kv)
-        if self.waits:
-            logits.sum().item()
-        return logits
-
-
-def test_step_that_cannot_be_captured_is_named_and_leaves_the_engine_usable(tmp_path: Path) -> None:
-    model = policy(tmp_path)
-    engine = RolloutEngine(WaitingRunner(model, 256), [], EngineConfig(num_blocks=300, max_model_len=256))
-    sampling = SamplingParams(max_tokens=10, ignore_eos=True)
-    stream = torch.cuda.current_stream()
-    with pytest.raises(GraphCaptureError, match="cuda_graphs=False"):
-        engine.generate(PROMPTS, sampling)
-    assert torch.cuda.current_stream() == stream
-    engine.runner.waits = False
-    engine.reset()
-    assert engine.generate(PROMPTS, sampling) == engine_of(model, cuda_graphs=False).generate(PROMPTS, sampling)
