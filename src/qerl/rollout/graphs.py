@@ -94,6 +94,8 @@ class CudaCapture:
         try:
             with (
                 torch.cuda.device(self._device),
+                # A capture that fails leaves its own stream current; this puts ours back.
+                torch.cuda.stream(torch.cuda.current_stream(self._device)),
                 torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
             ):
                 step()
