@@ -13,7 +13,9 @@ Byte layout of the 4-bit formats, each section aligned to 16 bytes::
 
 On a Hopper GPU the first two sections of NVFP4 hold the same bytes in tiles, the order in which its kernels read them
 (:mod:`qerl.kernels.quant_matmul.tiles`); ``layout`` says which. Nothing is kept twice, and what leaves the group (state
-dicts, ``packed_tensor``) is in rows. For ``format="bf16"`` the Parameter is the plain weight ``[N, K]`` in the compute dtype.
+dicts, ``packed_tensor``) is in rows.
+
+For ``format="bf16"`` the Parameter is the plain weight ``[N, K]`` in the compute dtype.
 """
 
 import logging

@@ -1,0 +1,154 @@
+"""The Hopper kernels on a Hopper GPU, every shape of tile, against fp64."""
+
+import dataclasses
+
+import pytest
+import torch
+from kernel_cases import exact_weight, make_group, rms_ratio, rounded_once
+from test_tiles import in_tiles
+
+from qerl.kernels.lora import lora_shrink
+from qerl.kernels.quant_matmul import (
+    MANY_ROWS,
+    GroupWeight,
+    LoraUpdate,
+    dequantize,
+    hopper,
+    quant_matmul,
+    quant_matmul_dx,
+    tiles_supported,
+)
+from qerl.kernels.quant_matmul.hopper_plan import SHARED_BYTES, FewRowsPlan, all_many_rows_plans
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
+# Ragged everywhere: windows that fill no unit, tiles that fill no block, fewer units than multiprocessors.
+GROUPS = [((16,), 64, True), ((304, 16, 48), 1088, False), ((576, 192, 192), 576, True), ((3584,), 18944, True)]
+GROUP_IDS = ["one-tile", "own-scales", "smollm2-qkv", "down-7b"]
+ROWS = [1, 3, 8, 9, 16, 17, 40, 64, 100, 128, 200, 300, MANY_ROWS + 1]
+
+
+@pytest.fixture
+def hopper_gpu() -> None:
+    if not tiles_supported(torch.device("cuda", 0)):
+        pytest.skip("needs a Hopper GPU and NVRTC")
+
+
+@pytest.fixture(scope="module", params=GROUPS, ids=GROUP_IDS)
+def weight(request: pytest.FixtureRequest) -> tuple[GroupWeight, torch.Tensor]:
+    """A weight in tiles and its fp64 value."""
+    rows = make_group("nvfp4", *request.param, device="cuda")
+    return in_tiles(rows), exact_weight(rows)
+
+
+def _update(weight: GroupWeight, m: int, rank: int) -> tuple[LoraUpdate, torch.Tensor]:
+    """LoRA of every other segment, and what it adds in fp64."""
+    places, added, width, size = [], [], 0, 0
+    u = torch.randn(m, rank * len(weight.segments), device="cuda").bfloat16()
+    b = torch.randn(sum(weight.segments) * rank, device="cuda").bfloat16()
+    for index, rows in enumerate(weight.segments):
+        if index % 2:
+            places.append((0, 0, 0))
+            added.append(torch.zeros(m, rows, dtype=torch.float64, device="cuda"))
+            continue
+        places.append((width, rank, size))
+        factor = b[size : size + rows * rank].view(rows, rank).double()
+        added.append(u[:, width : width + rank].double() @ factor.t())
+        width, size = width + rank, size + rows * rank
+    return LoraUpdate(u, b, tuple(places)), torch.cat(added, 1)
+
+
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_product_bias_and_lora(weight: tuple[GroupWeight, torch.Tensor], m: int) -> None:
+    packed, exact = weight
+    x = torch.randn(m, packed.in_features, device="cuda").bfloat16()
+    bias = torch.randn(packed.out_features, device="cuda").bfloat16()
+    product = x.double() @ exact.t()
+    for rank in (0, 8, 32):
+        lora, added = _update(packed, m, rank) if rank else (None, 0.0)
+        for offset in (None, bias):
+            expected = product + added + (0.0 if offset is None else offset.double())
+            y = quant_matmul(x, packed, offset, lora)
+            # Above MANY_ROWS the LoRA term is rounded once before it is added.
+            assert rms_ratio(y, expected) <= (1.1 if m > MANY_ROWS else 1.03) * rounded_once(expected, torch.bfloat16)
+            assert torch.equal(y, quant_matmul(x, packed, offset, lora))
+
+
+def _plans() -> list:
+    few = [FewRowsPlan(w, s) for w in (8, 12, 16) for s in (1, 2, 3, 5)]
+    return few + [FewRowsPlan(w, s, True) for w in (8, 12) for s in (1, 4)] + all_many_rows_plans()
+
+
+@pytest.mark.parametrize("plan", _plans(), ids=lambda p: f"{p.name}-{getattr(p, 'slices', getattr(p, 'whole', None))}")
+@pytest.mark.usefixtures("poisoned_memory")
+def test_every_kernel(weight: tuple[GroupWeight, torch.Tensor], plan) -> None:  # type: ignore[no-untyped-def]
+    packed, exact = weight
+    few = isinstance(plan, FewRowsPlan)
+    n, k = exact.shape
+    rows = (1, 5, 8) if few else (1, plan.tokens - 1, plan.tokens + 3)
+    for m in rows:
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        if few and (plan.slices > k // 64 or plan.shared_bytes(m, n, k, sms) > SHARED_BYTES):
+            continue
+        x = torch.randn(m, k, device="cuda").bfloat16()
+        y = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
+        hopper._workspace(x.device)[0].fill_(255)
+        (hopper.run_few_rows if few else hopper.run_many_rows)(plan, x, packed, None, None, y)
+        expected = x.double() @ exact.t()
+        assert rms_ratio(y, expected) <= 1.03 * rounded_once(expected, torch.bfloat16)
+        assert not hopper._workspace(x.device)[1].any()
+
+
+def test_dequantize_and_dx(weight: tuple[GroupWeight, torch.Tensor]) -> None:
+    packed, exact = weight
+    scale = exact / (dequantize(packed).double() + (exact == 0))
+    assert torch.allclose(dequantize(packed).double() * scale, exact, rtol=1e-12)
+    assert torch.equal(dequantize(packed, dtype=torch.float32), dequantize(packed).float())
+    cpu = dataclasses.replace(
+        packed,
+        codes=packed.codes.cpu(),
+        global_scale=packed.global_scale.cpu(),
+    )
+    assert torch.equal(dequantize(packed).cpu(), dequantize(cpu))
+    dy = torch.randn(70, packed.out_features, device="cuda").bfloat16()
+    expected = dy.double() @ exact
+    assert rms_ratio(quant_matmul_dx(dy, packed), expected) <= 1.2 * rounded_once(expected, torch.bfloat16)
+    x = torch.randn(5, packed.in_features, device="cuda")
+    assert rms_ratio(quant_matmul(x, packed), x.double() @ exact.t()) < 2e-6
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 16, 64), (5, 24, 3584), (64, 96, 5120), (200, 96, 3584), (512, 32, 18944)], ids=str
+)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_lora_shrink(shape: tuple[int, int, int]) -> None:
+    m, r, k = shape
+    x, a = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(r, k, device="cuda").bfloat16() / 60
+    u, expected = lora_shrink(x, a), x.double() @ a.double().t()
+    assert rms_ratio(u, expected) <= 1.03 * rounded_once(expected, torch.bfloat16)
+    assert torch.equal(u, lora_shrink(x, a))
+
+
+@pytest.mark.parametrize("m", [1, 8, 24, 150])
+def test_graphs_replay_with_new_inputs(weight: tuple[GroupWeight, torch.Tensor], m: int) -> None:
+    packed, _ = weight
+    x = torch.randn(m, packed.in_features, device="cuda").bfloat16()
+    a = torch.randn(32, packed.in_features, device="cuda").bfloat16() / 60
+    b = torch.randn(packed.out_features * 32, device="cuda").bfloat16()
+    places, start = [], 0
+    for rows in packed.segments:
+        places.append((0, 32, start * 32))
+        start += rows
+
+    def step() -> torch.Tensor:
+        return quant_matmul(x, packed, None, LoraUpdate(lora_shrink(x, a), b, tuple(places)))
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        a.copy_(torch.randn_like(a) / 60)
+        graph.replay()
+        assert torch.equal(y, step())
