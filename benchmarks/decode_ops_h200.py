@@ -8,7 +8,6 @@ replays of a CUDA graph that walks through enough copies of the KV cache (or fac
 """
 
 import argparse
-import itertools
 import json
 from collections.abc import Callable
 from functools import partial
@@ -18,11 +17,12 @@ import torch
 import triton
 from kernels_h200 import COPY_BYTES_PER_US, MODELS, copies_past_l2, layer_shapes, median_us, rms_ratio
 
+from qerl.kernels import device
 from qerl.kernels.device import multiprocessor_count
 from qerl.kernels.lora import LoraSegment, PackedB, lora_expand, lora_shrink
 from qerl.kernels.paged_attention import launch as attention_launch
 from qerl.kernels.paged_attention import paged_attention_decode, reference
-from qerl.kernels.paged_attention.launch import DEFAULT_CONFIG, DecodeConfig
+from qerl.kernels.paged_attention.launch import DecodeConfig
 from qerl.kernels.rms_norm import add_rms_norm
 from qerl.kernels.rotary import rotary_kv_write
 from qerl.kernels.sampling import sample_rows
@@ -125,20 +125,26 @@ def measure_sampling(batch: int) -> list[Row]:
     ]
 
 
+# block_n, programs_per_sm, num_warps, num_stages
+SWEPT = (
+    *((64, 4, 4, 3), (64, 5, 4, 3), (64, 5, 4, 2), (64, 6, 4, 2), (64, 3, 4, 5), (64, 2, 8, 5), (64, 4, 2, 3)),
+    *((32, 4, 4, 5), (32, 5, 4, 5), (32, 6, 4, 3), (32, 8, 2, 3), (32, 8, 2, 5), (128, 2, 8, 3), (128, 3, 4, 2)),
+)
+
+
 def sweep(model: str, batch: int) -> None:
     """Print the best launch parameters of decode attention."""
     caches = PagedCaches(model, batch, torch.bfloat16)
     found = []
-    choices = itertools.product((32, 64, 128), (2, 3, 4, 6), (4, 8), (2, 3, 4, 5), (8, 16, 32))
-    for block_n, per_sm, warps, stages, most in choices:
-        config = DecodeConfig(block_n, per_sm, 64, most, warps, stages)
+    for block_n, per_sm, warps, stages in SWEPT:
+        config = DecodeConfig(block_n, per_sm, num_warps=warps, num_stages=stages)
         try:
             found.append((median_us(partial(caches.decode, config), caches.copies), config))
         except triton.runtime.errors.OutOfResources:
             continue
-    current = median_us(partial(caches.decode, DEFAULT_CONFIG), caches.copies)
-    print(f"{model} batch {batch}: copy speed {caches.kv_bytes / COPY_BYTES_PER_US:.1f} us, now {current:.1f} us")
-    for us, config in sorted(found, key=lambda pair: pair[0])[:8]:
+    now = median_us(lambda i: paged_attention_decode(*caches.inputs(i), caches.scale), caches.copies)
+    print(f"{model} batch {batch}: copy speed {caches.kv_bytes / COPY_BYTES_PER_US:.1f} us, now {now:.1f} us")
+    for us, config in sorted(found, key=lambda pair: pair[0]):
         print(f"   {us:7.2f} us  {config}")
 
 
@@ -166,8 +172,10 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--sweep", type=int, metavar="BATCH")
+    parser.add_argument("--no-dependent-launch", action="store_true", help="wait for the previous kernel to end")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    device.DEPENDENT_LAUNCH = not options.no_dependent_launch
     if options.sweep is not None:
         for model in options.model:
             sweep(model, options.sweep)
