@@ -1,0 +1,147 @@
+"""Everything behind ``qerl bench rollout``: models in turn, the table and the file."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from qerl.benchmarking.ceilings import Ceilings, measure_ceilings
+from qerl.benchmarking.geometry import check_fits_cpu, geometry_of_values, read_config
+from qerl.benchmarking.lengths import lognormal_lengths
+from qerl.benchmarking.peers import measure_peer, require_peer
+from qerl.benchmarking.results import Row, device_name, result_file, write_results
+from qerl.benchmarking.rollout import free_memory, measure_fixed, measure_long_tailed, measure_prefill
+from qerl.benchmarking.subject import UnsupportedBenchError, build_subject, check_dtypes
+from qerl.nn.loading import resolve_device, resolve_dtype
+
+Print = Callable[[str], object]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPlan:
+    """What to measure; see the options of ``qerl bench rollout``.
+
+    Attributes:
+        source: model folder, or a config.json (then weights are random).
+        lognormal: (mean, longest, samples) of long-tailed lengths; None: fixed ones.
+        prefill: (sequences, tokens) to time prefill with.
+    """
+
+    source: Path
+    name: str | None
+    weights: list[str]
+    ranks: list[int]
+    batches: list[int]
+    prompt: int
+    new: int
+    lognormal: tuple[float, int, int] | None
+    prefill: tuple[int, int] | None
+    kv_dtype: str
+    head_dtype: str
+    peer: str | None
+    device: str
+    seed: int
+    out: Path | None
+    commit: str | None
+    cpu_parameter_limit: int
+
+
+class _Report:
+    """Prints rows as they come and keeps the file up to date, so that a run that is killed leaves what it has."""
+
+    def __init__(self, plan: RolloutPlan, device: torch.device, ceilings: Ceilings, say: Print) -> None:
+        self.plan, self.device, self.ceilings, self.say = plan, device, ceilings, say
+        self.parts: dict[str, list[Row]] = {"rows": [], "long_tailed": [], "prefill": [], "models": []}
+
+    def add(self, part: str, row: Row) -> None:
+        self.parts[part].append(row)
+        self.say(describe(part, row))
+        if self.plan.out is not None:
+            extra = {name: rows for name, rows in self.parts.items() if name != "rows" and rows}
+            rows, ceilings = self.parts["rows"], self.ceilings.as_row()
+            write_results(self.plan.out, result_file(rows, self.device, self.plan.commit, ceilings=ceilings, **extra))
+
+
+def run_rollout(plan: RolloutPlan, say: Print) -> dict[str, list[Row]]:
+    """Measure every combination of weights and LoRA rank of ``plan``; returns the rows by part.
+
+    Raises:
+        UnsupportedBenchError: something that the engine or a peer does not do.
+        CheckFailedError: a wrong result; nothing is measured after it.
+        GeometryError: a geometry too large for a CPU.
+    """
+    device = resolve_device(plan.device)
+    check_dtypes(plan.kv_dtype, plan.head_dtype, plan.device)
+    if plan.peer is not None:
+        require_peer(plan.peer)
+    config_path = plan.source / "config.json" if plan.source.is_dir() else plan.source
+    geometry = geometry_of_values(read_config(config_path), plan.name or config_path.stem)
+    if not plan.source.is_dir() and "auto" in plan.weights:
+        raise UnsupportedBenchError("--weights auto needs a model folder; with --config-json name the format")
+    if device.type != "cuda":
+        check_fits_cpu(geometry, plan.cpu_parameter_limit)
+    ceilings = measure_ceilings(device, resolve_dtype("auto", device))
+    say(f"{device_name(device)}: {ceilings.as_row()}")
+    report = _Report(plan, device, ceilings, say)
+    for weights in plan.weights:
+        for rank in plan.ranks:
+            _measure(plan, weights, rank, ceilings, report)
+            free_memory(device)
+    if plan.peer is not None:
+        measure_peer(plan.peer, plan, device, lambda row: report.add("rows", row))
+    return report.parts
+
+
+def _measure(plan: RolloutPlan, weights: str, rank: int, ceilings: Ceilings, report: _Report) -> None:
+    started = time.perf_counter()
+    subject = build_subject(
+        plan.source, weights=weights, lora_rank=rank, device=plan.device, seed=plan.seed, name=plan.name
+    )
+    resident = subject.step_bytes(0, 0)
+    report.add(
+        "models",
+        {
+            "model": subject.name,
+            "weights": subject.weights,
+            "lora_rank": rank,
+            "read_a_step_gb": round(resident / 1e9, 3),
+            "build_s": round(time.perf_counter() - started, 2),
+        },
+    )
+    if plan.lognormal is None:
+        measure_fixed(subject, ceilings, plan.batches, plan.prompt, plan.new, lambda row: report.add("rows", row))
+    else:
+        mean, longest, samples = plan.lognormal
+        lengths = lognormal_lengths(samples, mean, longest, plan.seed)
+        for slots in plan.batches:
+            report.add("long_tailed", measure_long_tailed(subject, slots, plan.prompt, lengths))
+    if plan.prefill is not None:
+        report.add("prefill", measure_prefill(subject, ceilings, *plan.prefill))
+
+
+def describe(part: str, row: Row) -> str:
+    """One line of the table."""
+    if part == "models":
+        return (
+            f"{row['model']} {row['weights']}, LoRA rank {row['lora_rank']}: {row['read_a_step_gb']} GB without KV a "
+            f"step, built in {row['build_s']} s"
+        )
+    label = f"{row['engine']:12} {row['model']} {row['weights']:5} r{row['lora_rank']:<3}"
+    if part == "prefill":
+        return (
+            f"{label} prefill {row['sequences']} x {row['prompt']}: {row['seconds']:.3f} s, "
+            f"{row['prompt_tokens_per_s']:,.0f} tokens/s, {100 * row['roofline_share']:.1f} % of the FLOP ceiling"
+        )
+    if part == "long_tailed":
+        return (
+            f"{label} {row['samples']} samples, mean {row['mean_new']}, over {row['slots']} places: "
+            f"{row['tokens_per_s']:,.1f} tokens/s, static batches {row['static_tokens_per_s']:,.1f} "
+            f"({row['continuous_over_static']:.2f}x)"
+        )
+    share = f", {100 * row['roofline_share']:.1f} % of the roofline" if row.get("roofline_share") else ""
+    return (
+        f"{label} batch {row['batch']:<4} {row['prompt']} + {row['new']}: {row['tokens_per_s']:10,.1f} tokens/s, "
+        f"{row['ms_per_step']:.3f} ms a step{share}, prefill {row['prefill_s']:.3f} s, peak {row['peak_gb']:.1f} GB"
+    )
