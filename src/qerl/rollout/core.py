@@ -79,6 +79,11 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def distribution(self) -> tuple[float, ...]:
+        """What decides how a row of logits is drawn from; rows with equal tuples are sampled together."""
+        return (0.0,) if self.greedy else (self.temperature, self.top_k, self.top_p, self.min_p)
+
+    @property
     def truncates(self) -> bool:
         """True when some tokens are cut from the distribution (top_k, top_p or min_p is on)."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)

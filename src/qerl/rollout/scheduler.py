@@ -18,16 +18,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from qerl.rollout.blocks import BlockAllocator
-from qerl.rollout.core import FinishReason
+from qerl.rollout.core import FinishReason, SamplingParams
 from qerl.rollout.kv_cache import blocks_for_tokens
 
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """The prompt of a group: its samples, those that wait, and the blocks held for these."""
+    """The prompt of a group: its samples, those that wait, and the blocks held for these.
+
+    ``sampling`` and ``stop_ids`` (every token that ends a sample) are common to its samples.
+    """
 
     index: int
     token_ids: list[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop_ids: frozenset[int] = frozenset()
     samples: list["Sample"] = field(default_factory=list)
     waiting: deque["Sample"] = field(default_factory=deque)
     blocks: list[int] = field(default_factory=list)
@@ -62,6 +67,16 @@ class Sample:
     def num_generated(self) -> int:
         """Tokens sampled so far."""
         return len(self.logprobs)
+
+    def append(self, token: int, logprob: float, temperature_logprob: float) -> None:
+        """Take a sampled token; sets ``finish_reason`` if it is the last one."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        self.temperature_logprobs.append(temperature_logprob)
+        if token in self.prefix.stop_ids:
+            self.finish_reason = "stop"
+        elif self.num_generated == self.prefix.sampling.max_tokens:
+            self.finish_reason = "length"
 
     @property
     def order(self) -> tuple[int, int]:
@@ -151,6 +166,16 @@ class Scheduler:
                 prefix = chunk.owner
                 prefix.waiting = deque(s for s in prefix.waiting if s.finish_reason is None)
                 self._drop_if_unused(prefix)
+
+    def abort(self, prefix: Prefix) -> None:
+        """Forget a group between two steps and free its blocks; one that is not queued is left alone."""
+        for sample in self.running:
+            if sample.prefix is prefix:
+                self._release(sample)
+        self.running = [sample for sample in self.running if sample.prefix is not prefix]
+        if prefix in self.waiting:
+            prefix.waiting.clear()
+            self._drop_if_unused(prefix)
 
     def _schedule_running(self, step: ScheduledStep) -> None:
         """Give every running sample its next token (or the tokens it recomputes), evicting from the back."""

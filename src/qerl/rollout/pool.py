@@ -1,0 +1,87 @@
+"""How large the KV pool is, and that it stays where it is.
+
+Captured graphs hold the pool's address, so it is kept between calls and replaced only when a call needs more
+than it was made for.
+"""
+
+import torch
+
+from qerl.rollout.config import EngineConfig
+from qerl.rollout.core import Runner
+from qerl.rollout.kv_cache import KVCache, blocks_in_memory, bytes_per_block
+
+# Upper bounds of a pool that sizes itself from the work: RAM is shared with everything else on the machine,
+# GPU memory only with this process, which has loaded its weights by then.
+AUTO_CPU_BYTES = 4 << 30
+AUTO_CUDA_SHARE = 0.8
+
+
+class KVPool:
+    """Owner of the one KV cache of an engine (``kv``; None before the first use)."""
+
+    def __init__(self, runner: Runner, config: EngineConfig) -> None:
+        self.runner = runner
+        self.config = config
+        self.kv: KVCache | None = None
+        self.block_bytes = bytes_per_block(
+            runner.num_layers, config.block_size, runner.num_kv_heads, runner.head_dim, runner.dtype
+        )
+        self._made_for = 0
+
+    def plan(self, worst_blocks: int) -> int:
+        """Blocks that the pool would have for work that needs at most ``worst_blocks``.
+
+        Raises:
+            ValueError: the memory given holds no block.
+        """
+        if self.config.num_blocks is not None:
+            return self.config.num_blocks
+        if self.config.memory_bytes is not None:
+            return blocks_in_memory(self.config.memory_bytes, self.block_bytes)
+        held = 0 if self.kv is None else self.kv.num_blocks
+        if self.kv is not None and worst_blocks <= max(self._made_for, held):
+            return held
+        return max(held, min(worst_blocks, blocks_in_memory(self._limit(), self.block_bytes)))
+
+    def allocate(self, worst_blocks: int) -> KVCache:
+        """The pool for work that needs at most ``worst_blocks``: the last one if it has the planned size."""
+        num_blocks = self.plan(worst_blocks)
+        self._made_for = max(self._made_for, worst_blocks)
+        if self.kv is None or self.kv.num_blocks != num_blocks:
+            # The old pool goes first: two of them may not fit.
+            self.kv = None
+            runner = self.runner
+            self.kv = KVCache(
+                runner.num_layers,
+                num_blocks,
+                self.config.block_size,
+                runner.num_kv_heads,
+                runner.head_dim,
+                runner.dtype,
+                runner.device,
+            )
+        return self.kv
+
+    def release(self) -> None:
+        """Free the memory; the next call allocates it again."""
+        self.kv = None
+        self._made_for = 0
+
+    def discard_contents(self) -> None:
+        """After a failed pass: no NaN may stay, since masked reads of a later call would spread it.
+
+        On CUDA the pool is zeroed in place (its address is in captured graphs), elsewhere it is dropped.
+        """
+        kv, made_for = self.kv, self._made_for
+        # Stays released if the device is beyond use and zeroing fails too.
+        self.release()
+        if kv is not None and kv.k.is_cuda:
+            kv.k.zero_()
+            kv.v.zero_()
+            self.kv, self._made_for = kv, made_for
+
+    def _limit(self) -> int:
+        if self.runner.device.type != "cuda":
+            return AUTO_CPU_BYTES
+        held = 0 if self.kv is None else self.kv.bytes
+        return int(AUTO_CUDA_SHARE * (torch.cuda.mem_get_info(self.runner.device)[0] + held))
