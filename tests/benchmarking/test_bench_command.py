@@ -56,6 +56,27 @@ def test_a_model_folder_is_measured_as_stored(tiny_checkpoints: dict[str, Path],
     assert row["weights"] == "bf16"
 
 
+def test_long_tailed_lengths(tiny_config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "long.json"
+    arguments = ["--config-json", str(tiny_config), "--lengths", "lognormal", "--mean-new", "12", "--max-new", "60"]
+    arguments += ["--samples", "8", "--batch", "4", "--prompt", "8", "--out", str(out), "--device", "cpu"]
+    result = runner.invoke(app, ["bench", "rollout", *arguments])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(out.read_text())["long_tailed"]
+    assert row["mean_new"] == pytest.approx(12, abs=0.5)
+    ratio = row["tokens_per_s"] / row["static_tokens_per_s"]
+    assert row["continuous_over_static"] == pytest.approx(ratio, rel=0.01)
+
+
+def test_a_session_gives_every_request_its_length(tiny_config: Path) -> None:
+    subject = build_subject(tiny_config, weights="nvfp4", lora_rank=0, device="cpu")
+    engine = rollout_bench.make_engine(subject, 2, 32)
+    prompts = rollout_bench.random_prompts(5, 6, subject.geometry.vocab)
+    assert rollout_bench.run_continuous(engine, prompts, [3, 11, 1, 7, 2]) == 24
+    # Two places: a static schedule of pairs would take 11 + 7 + 2 steps behind the prefills.
+    assert engine.stats.steps < 20
+
+
 def test_bytes_of_a_step(tiny_config: Path) -> None:
     subject = build_subject(tiny_config, weights="nvfp4", lora_rank=4, device="cpu")
     # 2 layers: qkv [128, 64], o [64, 64], gate_up [256, 64], down [64, 128] at 4.5 bits, and 16 bytes for the global

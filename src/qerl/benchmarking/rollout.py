@@ -58,8 +58,11 @@ def measure_fixed(
         _reset_peak(subject.device)
         prefill_s = min(_timed(engine, prompts, 1)[0] for _ in range(2))
         total_s, outputs = _timed(engine, prompts, new)
+        stats = engine.stats
         parity = check_outputs(subject, prompts, outputs, new)
-        on_row(_fixed_row(subject, ceilings, batch, prompt, new, prefill_s, total_s) | {"parity": round(parity, 6)})
+        row = _fixed_row(subject, ceilings, batch, prompt, new, prefill_s, total_s)
+        counts = {"steps": stats.steps, "graph_replays": stats.graph_replays, "preemptions": stats.preemptions}
+        on_row(row | {"parity": round(parity, 6)} | counts)
     engine.reset()
     free_memory(subject.device)
 
