@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from qerl.rollout.core import ForwardBatch, SamplingParams
+from qerl.rollout.decode_run import Decoder
+from qerl.rollout.decode_step import DecodeBuffers, bucket_sizes
 from qerl.rollout.engine import EngineConfig, RolloutEngine
+from qerl.rollout.graphs import StepGraphs
 from qerl.rollout.kv_cache import KVCache
 from qerl.rollout.sampler import keys_tensor, sequence_key, uniforms
 
@@ -41,10 +44,12 @@ class HashRunner:
     def __init__(self) -> None:
         self.engine: RolloutEngine | None = None
         self.forwards = 0
+        self.padded_rows = 0
+        self.key = 0
         self.poison_at: int | None = None
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> torch.Tensor:
-        self._check(batch)
+        self._check(batch, kv.block_size)
         kv.write(0, batch.token_ids[:, None, None], batch.positions[:, None, None], batch.slot_mapping)
         lens = batch.cu_seqlens_q.diff().long()
         sequence = torch.repeat_interleave(torch.arange(len(lens)), lens)[batch.logits_index]
@@ -59,15 +64,22 @@ class HashRunner:
         self.forwards += 1
         return logits
 
-    def _check(self, batch: ForwardBatch) -> None:
+    def capture_key(self) -> int:
+        """Changed by tests to void captured graphs."""
+        return self.key
+
+    def _check(self, batch: ForwardBatch, block_size: int) -> None:
         tokens, sequences = batch.token_ids.shape[0], batch.context_lens.shape[0]
         lens = batch.cu_seqlens_q.diff()
         assert batch.cu_seqlens_q[0] == 0 and batch.cu_seqlens_q[-1] == tokens
         assert batch.positions.shape == batch.slot_mapping.shape == (tokens,)
         assert batch.block_table.shape[0] == sequences == len(lens)
-        assert batch.max_q_len == lens.max() and batch.max_context_len == batch.context_lens.max()
+        assert batch.max_q_len == lens.max() and batch.max_context_len >= batch.context_lens.max()
         assert torch.equal(batch.positions[(batch.cu_seqlens_q[1:] - 1).long()] + 1, batch.context_lens.long())
-        assert batch.slot_mapping.unique().numel() == tokens
+        # Rows that pad a decode step write to the null block.
+        slots = batch.slot_mapping[batch.slot_mapping >= block_size]
+        self.padded_rows += tokens - len(slots)
+        assert slots.unique().numel() == len(slots)
         for name in ("token_ids", "positions", "slot_mapping", "logits_index"):
             assert getattr(batch, name).dtype == torch.int64
         for name in ("cu_seqlens_q", "context_lens", "block_table"):
@@ -75,13 +87,26 @@ class HashRunner:
         if self.engine is not None:
             scheduler = self.engine.scheduler
             scheduler.check_integrity()
-            written = batch.slot_mapping.div(self.engine.config.block_size, rounding_mode="floor").tolist()
+            written = slots.div(block_size, rounding_mode="floor").tolist()
             assert all(scheduler.allocator.ref_count(block) == 1 for block in written)
 
 
-def make_engine(**limits: int | None) -> RolloutEngine:
+class GraphedEngine(RolloutEngine):
+    """Decodes on the CPU as on CUDA: padded batches, look-ahead, and steps replayed with what they had captured."""
+
+    look_ahead = 1
+
+    def _make_decoder(self) -> Decoder:
+        decoder = super()._make_decoder()
+        sizes = bucket_sizes(self.config.max_num_seqs)
+        width = decoder.buffers.table.shape[1]
+        buffers = DecodeBuffers(self.config.max_num_seqs, width, self.runner.device, depth=self.look_ahead + 1)
+        return Decoder(self.runner, buffers, StepGraphs(lambda step: step), sizes, self.look_ahead)
+
+
+def make_engine(kind: type[RolloutEngine] = RolloutEngine, **limits: int | None) -> RolloutEngine:
     runner = HashRunner()
-    runner.engine = RolloutEngine(runner, EOS, EngineConfig(**limits))
+    runner.engine = kind(runner, EOS, EngineConfig(**limits))
     return runner.engine
 
 

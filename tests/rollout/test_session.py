@@ -4,9 +4,10 @@ import random
 from collections import defaultdict
 
 import pytest
-from hash_runner import VOCAB, HashRunner, make_engine, naive_generate, random_prompts
+from hash_runner import VOCAB, GraphedEngine, HashRunner, make_engine, naive_generate, random_prompts
 
 from qerl.rollout.core import NonFiniteLogitsError, RequestTooLongError, SamplingParams
+from qerl.rollout.engine import RolloutEngine
 from qerl.rollout.session import EngineSession, StepOutput
 
 Streams = dict[tuple[int, int], list[StepOutput]]
@@ -30,23 +31,27 @@ def assert_request(streams: Streams, request_id: int, prompt: list[int], samplin
         assert [output.temperature_logprob for output in outputs] == [output.logprob for output in outputs]
 
 
-def random_sampling(rng: random.Random) -> SamplingParams:
+def random_sampling(rng: random.Random, temperatures: tuple[float, ...]) -> SamplingParams:
     return SamplingParams(
         n=rng.choice([1, 1, 1, 3]),
         max_tokens=rng.randint(1, 20),
-        temperature=rng.choice([0.0, 0.7, 1.0]),
+        temperature=rng.choice(temperatures),
         seed=rng.randrange(100),
         ignore_eos=rng.random() < 0.3,
         stop_token_ids=rng.choice([(), (4,), (4, 9)]),
     )
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_requests_that_come_and_go_get_their_own_tokens(seed: int) -> None:
+@pytest.mark.parametrize("kind", [RolloutEngine, GraphedEngine])
+@pytest.mark.parametrize("temperatures", [(1.0,), (0.0, 0.7, 1.0)], ids=["uniform", "mixed"])
+@pytest.mark.parametrize("seed", range(8))
+def test_requests_that_come_and_go_get_their_own_tokens(
+    seed: int, temperatures: tuple[float, ...], kind: type[RolloutEngine]
+) -> None:
     rng = random.Random(seed)
     limits = {"num_blocks": rng.choice([25, 60, 400]), "max_num_seqs": rng.randint(1, 12), "max_batch_tokens": 32}
-    engine = make_engine(block_size=rng.choice([1, 4, 16]) if limits["num_blocks"] == 400 else 4, **limits)
-    waiting = [(prompt, random_sampling(rng)) for prompt in random_prompts(rng, 25, 30)]
+    engine = make_engine(kind, block_size=rng.choice([1, 4, 16]) if limits["num_blocks"] == 400 else 4, **limits)
+    waiting = [(prompt, random_sampling(rng, temperatures)) for prompt in random_prompts(rng, 25, 30)]
     requests, aborted, streams = {}, set(), defaultdict(list)
     with engine.open_session() as session:
         while waiting or session.has_unfinished:
@@ -61,6 +66,8 @@ def test_requests_that_come_and_go_get_their_own_tokens(seed: int) -> None:
                 assert output.request_id not in aborted
                 streams[output.request_id, output.sample_index].append(output)
         assert engine.scheduler.allocator.num_used == 0
+    assert engine.stats.generated_tokens == sum(map(len, streams.values()))
+    assert (engine.stats.graph_replays > 0) == (kind is GraphedEngine)
     assert sorted(requests) == list(range(25))
     for request_id, (prompt, sampling) in requests.items():
         if request_id not in aborted:

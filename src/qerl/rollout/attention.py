@@ -72,7 +72,7 @@ def _whole_batch(batch: ForwardBatch) -> Segment:
 
 
 @cache
-def _kernel_serves(head_dim: int, block_size: int) -> bool:
+def decode_kernel_serves(head_dim: int, block_size: int) -> bool:
     """Whether the paged decode kernel takes this geometry on CUDA; says once if not, since gathering is slow."""
     if importlib.util.find_spec("triton") is None:
         _log.warning("triton is not installed: decode attention gathers the KV cache in every step, which is slow")
@@ -97,7 +97,7 @@ def _decode(
 ) -> torch.Tensor:
     """q [S, Hq, D] -> [S, Hq, D], one query a sequence."""
     context_lens = batch.context_lens[segment.seq_start : segment.seq_end]
-    if q.is_cuda and _kernel_serves(q.shape[-1], kv.block_size):
+    if q.is_cuda and decode_kernel_serves(q.shape[-1], kv.block_size):
         from qerl.kernels.paged_attention import paged_attention_decode
 
         table = batch.block_table[segment.seq_start : segment.seq_end]

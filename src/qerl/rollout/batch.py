@@ -5,6 +5,7 @@ Pure functions: no queue, no cache and no model is touched.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from qerl.rollout.core import ForwardBatch, Segment
@@ -22,30 +23,34 @@ def build_batch(chunks: Sequence[Chunk], block_size: int, device: torch.device) 
     The blocks of every chunk's owner must already cover ``chunk.end`` tokens.
     """
     segments, chunks = plan_segments(chunks)
-    width = max(len(chunk.owner.blocks) for chunk in chunks)
-    token_ids, positions, slots, table = [], [], [], []
-    bounds, drawing, logits_index = [0], [], []
+    counts = np.array([chunk.count for chunk in chunks])
+    starts = np.array([chunk.start for chunk in chunks])
+    table = np.full((len(chunks), max(len(chunk.owner.blocks) for chunk in chunks)), NULL_BLOCK, dtype=np.int32)
+    for row, chunk in enumerate(chunks):
+        table[row, : len(chunk.owner.blocks)] = chunk.owner.blocks
+    bounds = np.concatenate(([0], counts.cumsum()))
+    sequence = np.repeat(np.arange(len(chunks)), counts)
+    positions = np.arange(bounds[-1]) - (bounds[:-1] - starts)[sequence]
+    slots = table[sequence, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    token_ids: list[int] = []
     for chunk in chunks:
-        blocks = chunk.owner.blocks
-        span = range(chunk.start, chunk.end)
         token_ids += chunk.owner.token_ids[chunk.start : chunk.end]
-        positions += span
-        slots += [blocks[at // block_size] * block_size + at % block_size for at in span]
-        bounds.append(len(token_ids))
-        table.append(blocks + [NULL_BLOCK] * (width - len(blocks)))
-        if chunk.samples_from_last:
-            drawing.append(chunk)
-            logits_index.append(len(token_ids) - 1)
+    drawing = [chunk for chunk in chunks if chunk.samples_from_last]
+    wants_logits = np.array([chunk.samples_from_last for chunk in chunks])
+
+    def tensor(values: np.ndarray | list[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=dtype).to(device)
+
     batch = ForwardBatch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
-        positions=torch.tensor(positions, dtype=torch.int64, device=device),
-        slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
-        cu_seqlens_q=torch.tensor(bounds, dtype=torch.int32, device=device),
-        context_lens=torch.tensor([chunk.end for chunk in chunks], dtype=torch.int32, device=device),
-        block_table=torch.tensor(table, dtype=torch.int32, device=device),
-        max_q_len=max(chunk.count for chunk in chunks),
-        max_context_len=max(chunk.end for chunk in chunks),
-        logits_index=torch.tensor(logits_index, dtype=torch.int64, device=device),
+        token_ids=tensor(token_ids, torch.int64),
+        positions=tensor(positions, torch.int64),
+        slot_mapping=tensor(slots, torch.int64),
+        cu_seqlens_q=tensor(bounds, torch.int32),
+        context_lens=tensor(starts + counts, torch.int32),
+        block_table=tensor(table, torch.int32),
+        max_q_len=int(counts.max()),
+        max_context_len=int((starts + counts).max()),
+        logits_index=tensor(bounds[1:][wants_logits] - 1, torch.int64),
         segments=segments,
     )
     return batch, drawing

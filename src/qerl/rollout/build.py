@@ -57,7 +57,7 @@ def make_engine(
     if backend == "transformers":
         return TransformersEngine(model, eos, useful, max_num_seqs)
     try:
-        runner = DecoderRunner(model)
+        runner = DecoderRunner(model, useful)
         if max_model_len > runner.max_position:
             raise UnsupportedArchitectureError(
                 f"sequences of {max_model_len} tokens exceed the model's sliding window of {runner.max_position}"

@@ -7,6 +7,7 @@ Everything here is plain data. The engine (control plane) builds a :class:`Forwa
 """
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -27,6 +28,14 @@ class RequestTooLongError(ValueError):
 
 class NonFiniteLogitsError(ValueError):
     """The model returned NaN or +inf logits (or only -inf), so no distribution exists to sample from."""
+
+    @classmethod
+    def of_rows(cls, bad: list[int], num_rows: int) -> "NonFiniteLogitsError":
+        """The error for the rows ``bad`` of ``num_rows``."""
+        return cls(
+            f"{len(bad)} of {num_rows} rows have NaN or infinite logits (first: row {bad[0]}); "
+            "weights or activations overflowed: check the checkpoint, the adapter and the compute dtype"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,4 +173,11 @@ class Runner(Protocol):
 
     def forward(self, batch: ForwardBatch, kv: "KVCache") -> torch.Tensor:
         """Write the new K/V into ``kv`` and return logits, float32 [R, vocab], for ``batch.logits_index``."""
+        ...
+
+    def capture_key(self) -> Hashable:
+        """Equal as long as a CUDA graph of ``forward`` stays right: every address it reads, every branch it took.
+
+        Asked only on CUDA.
+        """
         ...

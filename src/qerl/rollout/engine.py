@@ -8,14 +8,18 @@ keys; only the pool's memory is kept (``reset`` lets go of it).
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
+from qerl.rollout.attention import decode_kernel_serves
 from qerl.rollout.blocks import BlockAllocator
 from qerl.rollout.checks import check_capacity, check_lengths, check_prompt_ids, check_prompts
 from qerl.rollout.config import EngineConfig, EngineStats
 from qerl.rollout.core import CompletionOutput, Runner, SamplingParams
+from qerl.rollout.decode_run import Decoder
+from qerl.rollout.decode_step import DecodeBuffers, bucket_sizes
+from qerl.rollout.graphs import CudaCapture, StepGraphs
 from qerl.rollout.kv_cache import KVCache, blocks_for_tokens, worst_case_blocks
 from qerl.rollout.loop import StepLoop
 from qerl.rollout.pool import KVPool
@@ -51,6 +55,7 @@ class RolloutEngine:
         if self.max_model_len > runner.max_position:
             raise ValueError(f"max_model_len={self.max_model_len} exceeds the model's {runner.max_position} positions")
         self.pool = KVPool(runner, self.config)
+        self.decoder: Decoder | None = None
         self.scheduler: Scheduler | None = None
         self.stats = EngineStats()
         self._busy_with = ""
@@ -61,12 +66,14 @@ class RolloutEngine:
         return self.pool.kv
 
     def reset(self) -> None:
-        """Forget every cached key and value and free the pool's memory; the next call allocates it again.
+        """Forget every cached key and value, free the pool's memory and the captured graphs; the next call makes them
+        again.
 
         Raises:
             RuntimeError: called while ``generate`` runs (from its progress callback) or a session is open.
         """
         self._require_idle("reset")
+        self.decoder = None
         self.pool.release()
 
     def generate(
@@ -114,11 +121,13 @@ class RolloutEngine:
         check_capacity(prompts, sampling, self.pool.plan(worst), config.block_size)
         loop = self._start("generate", worst)
         groups = [
-            self.queue(
+            self.group(
                 index, prompt, sampling, [sequence_key(sampling.seed, step, ids[index], i) for i in range(sampling.n)]
             )
             for index, prompt in enumerate(prompts)
         ]
+        for group in groups:
+            loop.add(group)
         try:
             with self.computing():
                 self._run(loop, progress)
@@ -126,7 +135,8 @@ class RolloutEngine:
             self.discard_contents()
             raise
         finally:
-            self._record(started)
+            loop.record()
+            self.stats.seconds = time.perf_counter() - started
             self._finish()
         return [[_output(sample) for sample in group.samples] for group in groups]
 
@@ -144,12 +154,11 @@ class RolloutEngine:
         full_length = blocks_for_tokens(self.max_model_len, self.config.block_size)
         return EngineSession(self, self._start("a session", self.config.max_num_seqs * full_length))
 
-    def queue(self, index: int, prompt: list[int], sampling: SamplingParams, keys: list[tuple[int, int]]) -> Prefix:
-        """Queue a checked prompt with one sample for each key of a random stream (for sessions)."""
+    def group(self, index: int, prompt: list[int], sampling: SamplingParams, keys: list[tuple[int, int]]) -> Prefix:
+        """A group of a checked prompt with one sample for each key of a random stream (for sessions)."""
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_token_ids)
         group = Prefix(index, list(prompt), sampling, stop_ids)
         group.samples = [Sample(group, number, key, list(prompt)) for number, key in enumerate(keys)]
-        self.scheduler.add(group)
         return group
 
     @contextmanager
@@ -157,9 +166,11 @@ class RolloutEngine:
         """What every step runs under (for sessions).
 
         no_grad, not inference_mode: a runner may keep workspaces that the training forward uses as well, and an
-        inference tensor must not be written outside inference mode.
+        inference tensor must not be written outside inference mode. Events, graphs and Triton take the current GPU, so
+        it is made the runner's.
         """
-        with torch.no_grad():
+        device = self.runner.device
+        with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             yield
 
     def discard_contents(self) -> None:
@@ -172,13 +183,37 @@ class RolloutEngine:
 
     def _start(self, name: str, worst_blocks: int) -> StepLoop:
         """Give ``name`` a KV pool and an empty scheduler over it."""
+        if self.kv is not None and self.pool.plan(worst_blocks) != self.kv.num_blocks:
+            # The pool moves, so graphs over it are void; their memory may be needed for the new one.
+            self.decoder = None
         kv = self.pool.allocate(worst_blocks)
+        if self.decoder is None:
+            self.decoder = self._make_decoder()
         config = self.config
         self.scheduler = Scheduler(
             BlockAllocator(kv.num_blocks), config.block_size, config.max_num_seqs, config.max_batch_tokens
         )
         self._busy_with = name
-        return StepLoop(self.runner, kv, self.scheduler, self.stats)
+        return StepLoop(self.decoder, kv, self.scheduler, self.stats)
+
+    def _make_decoder(self) -> Decoder:
+        """Static buffers for decode steps; graphs, look-ahead and rounding of batch sizes only where they pay."""
+        runner, config = self.runner, self.config
+        cuda = runner.device.type == "cuda"
+        look_ahead = int(cuda)
+        graphs = cuda and config.cuda_graphs and decode_kernel_serves(runner.head_dim, config.block_size)
+        return Decoder(
+            runner,
+            DecodeBuffers(
+                config.max_num_seqs,
+                blocks_for_tokens(self.max_model_len, config.block_size),
+                runner.device,
+                depth=look_ahead + 1,
+            ),
+            StepGraphs(CudaCapture(runner.device) if graphs else None),
+            bucket_sizes(config.max_num_seqs) if cuda else None,
+            look_ahead,
+        )
 
     def _run(self, loop: StepLoop, progress: Progress | None) -> None:
         """The loop over forward passes until every sample is finished."""
@@ -186,18 +221,6 @@ class RolloutEngine:
             loop.step()
             if progress is not None:
                 progress(loop.finished, self.stats.num_samples, self.stats.generated_tokens)
-
-    def _record(self, started: float) -> None:
-        """Complete the statistics of a call, also of one that failed."""
-        allocator = self.scheduler.allocator
-        stats = self.stats
-        stats.preemptions = self.scheduler.preemptions
-        stats.peak_running = self.scheduler.peak_running
-        stats.peak_blocks = allocator.peak_used
-        stats.num_blocks = allocator.num_blocks
-        stats.kv_bytes = self.kv.bytes if self.kv is not None else 0
-        stats.peak_kv_bytes = stats.peak_blocks * self.pool.block_bytes
-        stats.seconds = time.perf_counter() - started
 
     def _finish(self) -> None:
         self.scheduler = None

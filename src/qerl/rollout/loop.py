@@ -1,95 +1,126 @@
 """One step after another over a scheduler: schedule, run the model, sample, append.
 
-:class:`StepLoop` serves both a ``generate`` call and a session. A step takes any mix of prefill and decode; samples
-with different sampling distributions are drawn group by group.
+:class:`StepLoop` serves both a ``generate`` call and a session. Steps with prefill, or with samples that draw from
+different distributions, are built from lists and run synchronously. When every running sample wants one token of one
+distribution, :class:`~qerl.rollout.decode_run.DecodeRun` takes over: static buffers, CUDA graphs, look-ahead.
 """
 
 import time
-from dataclasses import dataclass, field
 
 import torch
 
 from qerl.rollout.batch import build_batch
 from qerl.rollout.config import EngineStats
-from qerl.rollout.core import FinishReason, Runner
+from qerl.rollout.decode_run import Decoder, DecodeRun, DrawnTokens, can_decode
 from qerl.rollout.kv_cache import KVCache
 from qerl.rollout.sampler import SampledTokens, keys_tensor, sample
-from qerl.rollout.scheduler import Chunk, Prefix, Sample, ScheduledStep, Scheduler
-
-
-@dataclass(slots=True)
-class DrawnTokens:
-    """The tokens that one step gave, column by column. ``Sample.finish_reason`` says who ended with it."""
-
-    samples: list[Sample] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    temperature_logprobs: list[float] = field(default_factory=list)
-
-    def columns(self) -> tuple[list, list[int], list[float], list[float], list[FinishReason | None]]:  # type: ignore[type-arg]
-        """samples, token ids, both log-probs, and the reason why the sample ended with this token, or None."""
-        reasons = [sample.finish_reason for sample in self.samples]
-        return self.samples, self.token_ids, self.logprobs, self.temperature_logprobs, reasons
+from qerl.rollout.scheduler import Chunk, Prefix, ScheduledStep, Scheduler
 
 
 class StepLoop:
     """Runs what ``scheduler`` plans over ``kv`` and counts it in ``stats`` (both are mutated)."""
 
-    def __init__(self, runner: Runner, kv: KVCache, scheduler: Scheduler, stats: EngineStats) -> None:
-        self.runner = runner
+    def __init__(self, decoder: Decoder, kv: KVCache, scheduler: Scheduler, stats: EngineStats) -> None:
+        self.runner = decoder.runner
         self.kv = kv
         self.scheduler = scheduler
         self.stats = stats
         self.finished = 0
+        self._decoder = decoder
+        self._graphs_before = decoder.graphs.captures, decoder.graphs.replays
+        self._run = DecodeRun(decoder, kv, scheduler)
+        if decoder.graphs.enabled:
+            decoder.graphs.validate((kv.k.data_ptr(), kv.v.data_ptr(), kv.k.shape, self.runner.capture_key()))
 
     @property
     def unfinished(self) -> bool:
-        """True while a sample runs or waits."""
-        return self.scheduler.unfinished
+        """True while a sample runs or waits, or its tokens are on the way."""
+        return self.scheduler.unfinished or self._run.in_flight > 0
+
+    def add(self, prefix: Prefix) -> None:
+        """Queue a group (between steps)."""
+        self.scheduler.add(prefix)
+        self._run.interrupted = True
 
     def abort(self, prefix: Prefix) -> None:
         """Drop a group and free its blocks (between steps)."""
+        if self._run.active:
+            self._run.abort(prefix)
         self.scheduler.abort(prefix)
 
     def step(self) -> DrawnTokens:
-        """Run one forward pass and append its tokens to their samples.
+        """Append the tokens of one forward pass to their samples; the passes after it may already run.
+
+        Inside a decode run the samples' lists are behind by some tokens until they finish.
 
         Raises:
             NonFiniteLogitsError: the model returned NaN.
         """
         started = time.perf_counter()
-        step = self.scheduler.schedule()
-        drawn = self._run(step)
-        self.scheduler.advance(step)
-        self._count(step, time.perf_counter() - started)
+        drawn = self._decode()
+        if drawn is None:
+            step = self.scheduler.schedule()
+            self.kv.copy_blocks([source for source, _ in step.copies], [copy for _, copy in step.copies])
+            if can_decode(step, self.scheduler):
+                self._run.enter(step)
+                drawn = self._decode()
+            else:
+                drawn = self._mixed(step)
+                self.scheduler.advance(step)
+                self.stats.prefill_seconds += time.perf_counter() - started
+                self._count(sum(chunk.count for chunk in step.chunks))
+        if self._run.active:
+            self.stats.decode_seconds += time.perf_counter() - started
+        self.finished += sum(sample.finish_reason is not None for sample in drawn.samples)
+        self.stats.generated_tokens += len(drawn.samples)
         return drawn
 
-    def _run(self, step: ScheduledStep) -> DrawnTokens:
-        """Copy the blocks that would be written while shared, run the model, sample, wait for the tokens."""
-        self.kv.copy_blocks([source for source, _ in step.copies], [copy for _, copy in step.copies])
+    def record(self) -> None:
+        """Bring the counters of ``stats`` up to date."""
+        stats, scheduler, graphs = self.stats, self.scheduler, self._decoder.graphs
+        stats.preemptions = scheduler.preemptions
+        stats.peak_running = scheduler.peak_running
+        stats.peak_blocks = scheduler.allocator.peak_used
+        stats.num_blocks = self.kv.num_blocks
+        stats.kv_bytes = self.kv.bytes
+        stats.peak_kv_bytes = stats.peak_blocks * (self.kv.bytes // (self.kv.num_blocks + 1))
+        stats.graph_captures = graphs.captures - self._graphs_before[0]
+        stats.graph_replays = graphs.replays - self._graphs_before[1]
+        stats.lora_sync_ms = getattr(self.runner, "sync_ms", 0.0)
+
+    def _decode(self) -> DrawnTokens | None:
+        """The next tokens of the decode run; None if there is none, or if it just ended."""
+        run = self._run
+        if not run.active:
+            return None
+        while run.in_flight <= self._decoder.look_ahead:
+            rows = run.launch()
+            if rows == 0:
+                break
+            self.stats.decode_steps += 1
+            self._count(rows)
+        if run.in_flight == 0:
+            run.leave()
+            return None
+        return run.collect()
+
+    def _mixed(self, step: ScheduledStep) -> DrawnTokens:
+        """Run a step of any kind and wait for its tokens."""
         batch, drawing = build_batch(step.chunks, self.kv.block_size, self.runner.device)
         logits = self.runner.forward(batch, self.kv)
         if not drawing:
-            return DrawnTokens()
+            return DrawnTokens([], [], [], [])
         samples = [drawer for chunk in drawing for drawer in chunk.drawers]
         drawn = DrawnTokens(samples, *draw(logits, drawing).tolist())
         for drawer, token, logprob, temperature_logprob in zip(
             samples, drawn.token_ids, drawn.logprobs, drawn.temperature_logprobs, strict=True
         ):
             drawer.append(token, logprob, temperature_logprob)
-            self.finished += drawer.finish_reason is not None
-        self.stats.generated_tokens += len(samples)
         return drawn
 
-    def _count(self, step: ScheduledStep, seconds: float) -> None:
-        stats = self.stats
-        stats.steps += 1
-        stats.computed_tokens += sum(chunk.count for chunk in step.chunks)
-        if all(chunk.count == 1 for chunk in step.chunks):
-            stats.decode_steps += 1
-            stats.decode_seconds += seconds
-        else:
-            stats.prefill_seconds += seconds
+    def _count(self, tokens: int) -> None:
+        self.stats.steps += 1
+        self.stats.computed_tokens += tokens
 
 
 def draw(logits: torch.Tensor, drawing: list[Chunk]) -> SampledTokens:

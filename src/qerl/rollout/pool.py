@@ -4,16 +4,22 @@ Captured graphs hold the pool's address, so it is kept between calls and replace
 than it was made for.
 """
 
+import logging
+
 import torch
 
 from qerl.rollout.config import EngineConfig
 from qerl.rollout.core import Runner
 from qerl.rollout.kv_cache import KVCache, blocks_in_memory, bytes_per_block
 
+_log = logging.getLogger(__name__)
+
 # Upper bounds of a pool that sizes itself from the work: RAM is shared with everything else on the machine,
 # GPU memory only with this process, which has loaded its weights by then.
 AUTO_CPU_BYTES = 4 << 30
 AUTO_CUDA_SHARE = 0.8
+# A pool that has to be replaced grows by at least this factor: every move voids the captured graphs.
+_GROWTH = 1.25
 
 
 class KVPool:
@@ -41,7 +47,8 @@ class KVPool:
         held = 0 if self.kv is None else self.kv.num_blocks
         if self.kv is not None and worst_blocks <= max(self._made_for, held):
             return held
-        return max(held, min(worst_blocks, blocks_in_memory(self._limit(), self.block_bytes)))
+        wanted = max(worst_blocks, int(_GROWTH * held))
+        return max(held, min(wanted, blocks_in_memory(self._limit(), self.block_bytes)))
 
     def allocate(self, worst_blocks: int) -> KVCache:
         """The pool for work that needs at most ``worst_blocks``: the last one if it has the planned size."""
@@ -59,6 +66,12 @@ class KVPool:
                 runner.head_dim,
                 runner.dtype,
                 runner.device,
+            )
+            _log.info(
+                "KV cache: %.2f GiB, %d blocks of %d tokens",
+                self.kv.bytes / 2**30,
+                num_blocks,
+                self.config.block_size,
             )
         return self.kv
 
@@ -83,5 +96,8 @@ class KVPool:
     def _limit(self) -> int:
         if self.runner.device.type != "cuda":
             return AUTO_CPU_BYTES
+        # What torch keeps for reuse counts as free: it gives it back when the pool is allocated.
+        device = self.runner.device
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         held = 0 if self.kv is None else self.kv.bytes
-        return int(AUTO_CUDA_SHARE * (torch.cuda.mem_get_info(self.runner.device)[0] + held))
+        return int(AUTO_CUDA_SHARE * (torch.cuda.mem_get_info(device)[0] + cached + held))

@@ -5,6 +5,7 @@ biases. Every op is the one the trainer's forward uses (same norm kernel, same r
 that engine and trainer log-probs differ by summation order only.
 """
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from qerl.rollout.attention import paged_attention
 from qerl.rollout.core import ForwardBatch
 from qerl.rollout.kv_cache import KVCache
 from qerl.rollout.lora import GroupLora, LoraShadows
+from qerl.rollout.rope import RotaryTable
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -90,13 +92,17 @@ class DecoderRunner:
 
     Args:
         model: transformers causal LM from :func:`qerl.nn.loading.load_model`, PEFT-wrapped or not.
+        max_len: longest sequence that will be asked for (default: the model's own limit); bounds the rotary table.
+
+    Attributes:
+        sync_ms: wall time of the last :meth:`sync`, in milliseconds.
 
     Raises:
         UnsupportedArchitectureError: another architecture, or modules that were not replaced.
         AdapterMismatchError: an adapter layer that no group serves.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, max_len: int | None = None) -> None:
         causal: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model
         config = causal.config
         if config.model_type not in SUPPORTED_MODEL_TYPES:
@@ -118,7 +124,8 @@ class DecoderRunner:
         self.num_kv_heads: int = config.num_key_value_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
         self.vocab_size: int = self.head.weight.shape[0]
-        self.max_position = _usable_positions(config)
+        self.max_position = min(_usable_positions(config), max_len or config.max_position_embeddings)
+        self.rotary = RotaryTable(self.decoder.rotary_emb, self.max_position)
         self.scale = self.head_dim**-0.5
         self.shadows = LoraShadows(model, self.dtype)
         self.layers = [self._layer(layer) for layer in self.decoder.layers]
@@ -148,7 +155,29 @@ class DecoderRunner:
 
     def sync(self) -> None:
         """Bring the LoRA shadows up to the masters (in place); base weights and norms are shared and never move."""
+        cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize(self.device)
+        started = time.perf_counter()
         self.shadows.sync()
+        if cuda:
+            torch.cuda.synchronize(self.device)
+        self.sync_ms = 1e3 * (time.perf_counter() - started)
+
+    def capture_key(self) -> tuple[int | bool, ...]:
+        """Addresses of everything that ``forward`` reads beside its arguments, and which adapters are enabled."""
+        tensors = [self.embedding.weight, self.head.weight, self.final_norm.weight, self.final_norm.noise]
+        tensors += self.rotary.tables(self.device)
+        for layer in self.layers:
+            norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm)
+            linears = (layer.qkv, layer.o, layer.gate_up, layer.down)
+            tensors += [tensor for norm in norms if norm is not None for tensor in (norm.weight, norm.noise)]
+            tensors += [linear.group.packed for linear in linears]
+            tensors += [linear.bias for linear in linears if linear.bias is not None]
+        adapters = self.shadows.groups
+        tensors += [tensor for group in adapters for tensor in (group.a, *(part[3] for part in group.parts))]
+        enabled = [not part[0].disable_adapters for group in adapters for part in group.parts]
+        return (*(tensor.data_ptr() for tensor in tensors), *enabled)
 
     def _attend(self, layer: Layer, index: int, x: torch.Tensor, rope, batch: ForwardBatch, kv: KVCache):  # type: ignore[no-untyped-def]
         tokens, q_width, kv_width = (
@@ -170,8 +199,8 @@ class DecoderRunner:
     def forward(self, batch: ForwardBatch, kv: KVCache) -> torch.Tensor:
         """Logits fp32 [R, vocab] of the rows ``batch.logits_index``; new keys and values are written into ``kv``."""
         hidden = self.embedding(batch.token_ids)
-        cos, sin = self.decoder.rotary_emb(hidden, batch.positions[None])
-        rope = (cos[0].unsqueeze(1), sin[0].unsqueeze(1))
+        cos, sin = self.rotary(batch.positions)
+        rope = (cos.unsqueeze(1), sin.unsqueeze(1))
         normed = self.layers[0].input_norm(hidden)
         following = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):

@@ -49,10 +49,7 @@ class SampledTokens:
         columns = torch.stack([field.double() for field in fields]).tolist()
         bad = [row for row, value in enumerate(columns[2]) if not math.isfinite(value)]
         if bad:
-            raise NonFiniteLogitsError(
-                f"{len(bad)} of {len(columns[2])} rows have NaN or infinite logits (first: row {bad[0]}); "
-                "weights or activations overflowed: check the checkpoint, the adapter and the compute dtype"
-            )
+            raise NonFiniteLogitsError.of_rows(bad, len(columns[2]))
         return [int(token) for token in columns[0]], columns[1], columns[2]
 
 

@@ -167,6 +167,14 @@ class Scheduler:
                 prefix.waiting = deque(s for s in prefix.waiting if s.finish_reason is None)
                 self._drop_if_unused(prefix)
 
+    def finish(self, samples: Iterable[Sample]) -> None:
+        """Take running samples out and free their blocks."""
+        done = {id(sample) for sample in samples}
+        for sample in self.running:
+            if id(sample) in done:
+                self._release(sample)
+        self.running = [sample for sample in self.running if id(sample) not in done]
+
     def abort(self, prefix: Prefix) -> None:
         """Forget a group between two steps and free its blocks; one that is not queued is left alone."""
         for sample in self.running:

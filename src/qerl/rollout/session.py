@@ -4,12 +4,14 @@ One session at a time; it owns the engine until it is closed. Every request has 
 randomness depends on its seed and on nothing else: the same request gives the same tokens whatever runs beside it.
 """
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qerl.rollout.checks import check_capacity, check_lengths, check_prompts
 from qerl.rollout.core import FinishReason, SamplingParams
-from qerl.rollout.loop import DrawnTokens, StepLoop
+from qerl.rollout.decode_run import DrawnTokens
+from qerl.rollout.loop import StepLoop
 from qerl.rollout.sampler import sequence_key
 from qerl.rollout.scheduler import Prefix
 
@@ -59,7 +61,9 @@ class EngineSession:
         request_id = self._next_id
         self._next_id += 1
         keys = [sequence_key(sampling.seed, 0, 0, index) for index in range(sampling.n)]
-        self._requests[request_id] = engine.queue(request_id, prompt, sampling, keys)
+        request = engine.group(request_id, prompt, sampling, keys)
+        self._requests[request_id] = request
+        loop.add(request)
         engine.stats.num_prompts += 1
         engine.stats.num_samples += sampling.n
         engine.stats.prompt_tokens += len(prompt)
@@ -86,6 +90,7 @@ class EngineSession:
         loop = self._open()
         if not loop.unfinished:
             return []
+        started = time.perf_counter()
         try:
             with self._engine.computing():
                 drawn = loop.step()
@@ -93,6 +98,8 @@ class EngineSession:
             self._engine.discard_contents()
             self.close()
             raise
+        loop.record()
+        self._engine.stats.seconds += time.perf_counter() - started
         return self._outputs(drawn)
 
     @property

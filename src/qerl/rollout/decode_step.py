@@ -1,0 +1,149 @@
+"""The device half of a decode step: one token in, one token out for every row, over tensors that never move.
+
+A step reads nothing but static buffers and the KV pool, so it can be captured in a CUDA graph and replayed; on the CPU
+the same function simply runs. The host sends one small matrix a step (:class:`DecodeBuffers`): where each row's input
+token comes from (the row of the *previous* step that sampled it, which the host need not know yet, or a value), its
+position, KV slot, random key and row of the block table. Tokens and log-probs come back through a ring of pinned
+buffers, so the next step can be launched before the last one's tokens are read.
+
+The number of rows is rounded up to a bucket. Padding rows feed token 0 at position 0 into the null block with a context
+of one token: always finite, never read by others.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from qerl.rollout.core import ForwardBatch, Runner, SamplingParams, Segment
+from qerl.rollout.kv_cache import NULL_BLOCK, KVCache
+from qerl.rollout.sampler import sample
+
+# Rows of the matrix that the host sends: the inputs of a step, then new cells of the block table.
+SOURCE, TOKEN, POSITION, SLOT, KEY_LOW, KEY_HIGH, TABLE_ROW = range(7)
+CELL_INDEX, CELL_BLOCK = 7, 8
+_NUM_FIELDS = 9
+# Rows of what comes back.
+TOKEN_ID, LOGPROB, TEMPERATURE_LOGPROB = range(3)
+
+_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+_BUCKET_STEP = 64
+# Views of the rows start at multiples of 16 bytes: Triton compiles other kernels for odd addresses.
+_ROW_ALIGNMENT = 16
+
+
+def bucket_sizes(max_rows: int) -> tuple[int, ...]:
+    """Batch sizes that graphs are captured for: every number of rows up to ``max_rows`` is rounded up to one."""
+    sizes = [size for size in _BUCKETS if size < max_rows]
+    sizes += range(_BUCKETS[-1] + _BUCKET_STEP, max_rows, _BUCKET_STEP)
+    return (*sizes, max_rows)
+
+
+class DecodeBuffers:
+    """Static tensors of decode steps of up to ``max_rows`` rows.
+
+    Args:
+        max_rows: rows of the largest step.
+        table_width: blocks of the longest sequence.
+        device: where the model is.
+        depth: steps that may be in flight at once, plus the one being prepared.
+
+    Attributes:
+        inputs: int64 [9, capacity], the fields above.
+        table: int32 [capacity + 1, table_width], block tables by slot; the last row is the null row of padding.
+        tokens: int64 [capacity], what the last step sampled.
+        results: float64 [3, capacity], token ids and both log-probs of the last step (float64 holds both exactly).
+    """
+
+    def __init__(self, max_rows: int, table_width: int, device: torch.device, depth: int) -> None:
+        capacity = -(-max_rows // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        self.max_rows = max_rows
+        self.null_row = capacity
+        self.device = device
+        self.inputs = torch.zeros(_NUM_FIELDS, capacity, dtype=torch.int64, device=device)
+        self.table = torch.full((capacity + 1, table_width), NULL_BLOCK, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.results = torch.zeros(3, capacity, dtype=torch.float64, device=device)
+        self.rows = torch.arange(capacity, dtype=torch.int64, device=device)
+        self.bounds = torch.arange(capacity + 1, dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self._staging = [torch.zeros(_NUM_FIELDS, capacity, dtype=torch.int64, pin_memory=pinned) for _ in range(depth)]
+        self._staging_arrays = [tensor.numpy() for tensor in self._staging]
+        self._table_staging = torch.zeros(self.table.shape, dtype=torch.int32, pin_memory=pinned)
+        self._returned = [torch.zeros(3, capacity, dtype=torch.float64, pin_memory=pinned) for _ in range(depth)]
+        self._returned_arrays = [tensor.numpy() for tensor in self._returned]
+        # Recorded when the copies of a turn are done; the last one belongs to the table.
+        self._events = [torch.cuda.Event() for _ in range(depth + 1)] if pinned else []
+
+    @property
+    def depth(self) -> int:
+        """Places of the rings."""
+        return len(self._returned)
+
+    def staging(self, turn: int) -> np.ndarray:
+        """The host's matrix int64 [9, capacity] of a turn, once the turn that used it before is done."""
+        if self._events:
+            self._events[turn % self.depth].synchronize()
+        return self._staging_arrays[turn % self.depth]
+
+    def upload_table(self, table: np.ndarray) -> None:
+        """Replace all block tables by int32 ``table``."""
+        if self._events:
+            self._events[-1].synchronize()
+        self._table_staging.numpy()[:] = table
+        self.table.copy_(self._table_staging, non_blocking=True)
+        if self._events:
+            self._events[-1].record()
+
+    def upload(self, turn: int, num_cells: int) -> None:
+        """Send the matrix of ``turn`` and set ``num_cells`` cells of the block tables from its last two fields."""
+        self.inputs.copy_(self._staging[turn % self.depth], non_blocking=True)
+        if num_cells:
+            cells = self.inputs[CELL_INDEX:, :num_cells]
+            self.table.view(-1).index_copy_(0, cells[0], cells[1].int())
+
+    def send_back(self, turn: int) -> None:
+        """Start copying the results to the host."""
+        self._returned[turn % self.depth].copy_(self.results, non_blocking=True)
+        if self._events:
+            self._events[turn % self.depth].record()
+
+    def read(self, turn: int) -> np.ndarray:
+        """Wait for the results of ``turn``: float64 [3, capacity], valid until ``depth`` turns later."""
+        if self._events:
+            self._events[turn % self.depth].synchronize()
+        return self._returned_arrays[turn % self.depth]
+
+
+def decode_step(
+    runner: Runner, kv: KVCache, buffers: DecodeBuffers, sampling: SamplingParams, size: int, max_context_len: int
+) -> None:
+    """Forward, sample and keep the tokens for the first ``size`` rows of ``buffers`` (its tokens and results, and
+    ``kv``, are mutated). Nothing waits for the device, nothing depends on values that the host holds.
+
+    ``max_context_len`` bounds the context of every row; it matters only where attention gathers the cache.
+    """
+    source, token, positions, slots, key_low, key_high, table_row = buffers.inputs[:CELL_INDEX, :size].unbind(0)
+    sampled_before = buffers.tokens.index_select(0, source.clamp_min(0))
+    batch = ForwardBatch(
+        token_ids=torch.where(source < 0, token, sampled_before),
+        positions=positions,
+        slot_mapping=slots,
+        cu_seqlens_q=buffers.bounds[: size + 1],
+        context_lens=(positions + 1).int(),
+        block_table=buffers.table.index_select(0, table_row),
+        max_q_len=1,
+        max_context_len=max_context_len,
+        logits_index=buffers.rows[:size],
+        segments=(Segment("decode", 0, size, 0, size, 1, max_context_len),),
+    )
+    logits = runner.forward(batch, kv)
+    drawn = sample(logits, sampling, torch.stack((key_low, key_high), dim=-1), positions + 1)
+    buffers.tokens[:size].copy_(drawn.token_ids)
+    for field, values in enumerate((drawn.token_ids, drawn.logprobs, drawn.temperature_logprobs)):
+        buffers.results[field, :size].copy_(values)
+
+
+def padding_column(null_row: int) -> Sequence[int]:
+    """The seven input fields of a padding row."""
+    return (-1, 0, 0, NULL_BLOCK, 0, 0, null_row)

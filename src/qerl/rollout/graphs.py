@@ -1,0 +1,85 @@
+"""Decode steps in CUDA graphs: one launch instead of hundreds.
+
+A graph is captured for a batch size and a sampling distribution, when that pair is wanted for the second time: the
+first time runs eagerly, which compiles the kernels and is a step like any other. Graphs share one memory pool, which is
+sound because they run one after another and leave their results in static buffers outside it. They hold addresses, so
+they live as long as the KV pool and every tensor of the model stay where they are (``fingerprint``); values may change
+in between: an optimizer step or noise in a norm's slot reaches the next replay.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+import torch
+
+# Distributions whose graphs are kept; a server may see any number of temperatures.
+MAX_DISTRIBUTIONS = 4
+
+Step = Callable[[], None]
+Capture = Callable[[Step], Step]
+
+
+class StepGraphs:
+    """Replays steps from graphs where it can.
+
+    Args:
+        capture: makes a replayable step from one that just ran; None runs every step as it is.
+    """
+
+    def __init__(self, capture: Capture | None) -> None:
+        self.captures = 0
+        self.replays = 0
+        self._capture = capture
+        self._fingerprint: Hashable = None
+        # distribution -> size -> the replayable step, or None after the first run.
+        self._steps: OrderedDict[Hashable, dict[int, Step | None]] = OrderedDict()
+
+    @property
+    def enabled(self) -> bool:
+        """False when every step runs eagerly."""
+        return self._capture is not None
+
+    def validate(self, fingerprint: Hashable) -> None:
+        """Forget all graphs if ``fingerprint`` (every address they hold) is not what it was."""
+        if fingerprint != self._fingerprint:
+            self._steps.clear()
+            self._fingerprint = fingerprint
+
+    def run(self, distribution: Hashable, size: int, step: Step) -> None:
+        """Run ``step`` of ``size`` rows, from a graph if there is one or if it is time to capture it."""
+        if self._capture is None:
+            step()
+            return
+        steps = self._steps.setdefault(distribution, {})
+        self._steps.move_to_end(distribution)
+        if len(self._steps) > MAX_DISTRIBUTIONS:
+            self._steps.popitem(last=False)
+        if size not in steps:
+            steps[size] = None
+            step()
+            return
+        if steps[size] is None:
+            steps[size] = self._capture(step)
+            self.captures += 1
+        self.replays += 1
+        steps[size]()
+
+
+class CudaCapture:
+    """Captures steps on one device into graphs that share a memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Step) -> Step:
+        """Record ``step`` (it does not run) and return its replay."""
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads (data loading, a server) may use CUDA meanwhile.
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
+            step()
+        return graph.replay

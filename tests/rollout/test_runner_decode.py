@@ -1,0 +1,112 @@
+"""Decode runs over real models: static buffers and look-ahead with adapters and noise, here without graphs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hash_runner import GraphedEngine
+from test_runner import PROMPTS, largest_difference, policy
+from tiny_models import save_tiny, tiny_tokenizer
+
+from qerl.nn.loading import eos_token_ids, load_model
+from qerl.nn.norm import aqn_norms
+from qerl.rl.aqn import NoiseInjector
+from qerl.rollout.build import make_engine
+from qerl.rollout.core import SamplingParams
+from qerl.rollout.engine import EngineConfig
+from qerl.rollout.runner import DecoderRunner
+
+
+def graphed_engine(model) -> GraphedEngine:  # type: ignore[no-untyped-def]
+    """Steps are replayed with the tensors that they first ran with, as a graph would."""
+    eos = eos_token_ids(model, tiny_tokenizer().eos_token_id)
+    return GraphedEngine(DecoderRunner(model, 64), eos, EngineConfig(max_num_seqs=16, num_blocks=80))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_replayed_decode_gives_the_trainers_logprobs(family: str, tiny_checkpoints: dict[str, Path]) -> None:
+    model = policy(tiny_checkpoints[family])
+    engine = graphed_engine(model)
+    sampling = SamplingParams(n=3, max_tokens=30, temperature=0.7, seed=1)
+    for _ in range(2):
+        outputs = engine.generate(PROMPTS, sampling)
+        assert largest_difference(model, outputs, 0.7) < 1e-5
+    assert engine.stats.graph_replays > 20
+    plain = make_engine(model, tiny_tokenizer(), max_model_len=64).generate(PROMPTS, sampling)
+    assert [s.token_ids for g in outputs for s in g] == [s.token_ids for g in plain for s in g]
+
+
+def test_noise_and_optimizer_steps_reach_replayed_steps_without_a_capture(tiny_checkpoints: dict[str, Path]) -> None:
+    model = policy(tiny_checkpoints["qwen3"])
+    engine = graphed_engine(model)
+    sampling = SamplingParams(n=2, max_tokens=12, ignore_eos=True)
+    for _ in range(2):
+        clean = engine.generate(PROMPTS, sampling)
+    assert largest_difference(model, clean, 1.0) < 1e-5
+    injector = NoiseInjector(aqn_norms(model), seed=3)
+    injector.fill(0.05, update=1)
+    noisy = engine.generate(PROMPTS, sampling)
+    assert largest_difference(model, noisy, 1.0) < 1e-5
+    assert engine.stats.graph_captures == 0
+    injector.clear()
+    assert largest_difference(model, noisy, 1.0) > 1e-3
+    assert engine.generate(PROMPTS, sampling) == clean
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(0.02)
+    assert engine.generate(PROMPTS, sampling) == clean, "an optimizer step acts only through sync"
+    engine.runner.sync()
+    stepped = engine.generate(PROMPTS, sampling)
+    assert stepped != clean
+    assert largest_difference(model, stepped, 1.0) < 1e-5
+    assert engine.stats.graph_captures == 0
+    assert engine.stats.lora_sync_ms == engine.runner.sync_ms > 0
+
+
+def test_disabling_an_adapter_and_moved_tensors_void_the_capture(tiny_checkpoints: dict[str, Path]) -> None:
+    model = policy(tiny_checkpoints["llama"])
+    engine = graphed_engine(model)
+    sampling = SamplingParams(n=2, max_tokens=12, ignore_eos=True)
+    for _ in range(2):
+        engine.generate(PROMPTS, sampling)
+    key = engine.runner.capture_key()
+    assert key == engine.runner.capture_key()
+    with model.disable_adapter():
+        assert engine.runner.capture_key() != key
+        base = engine.generate(PROMPTS, sampling)
+        assert engine.stats.graph_captures == 1
+        assert largest_difference(model, base, 1.0) < 1e-5
+    norm = engine.runner.layers[1].input_norm
+    norm.noise = norm.noise.clone()
+    assert engine.runner.capture_key() != key
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 10_000.0},
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0},
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0},
+        {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 128},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "rope_theta": 10_000.0,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rotary_table_is_what_the_module_gives(rope: dict[str, object], tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "llama", rope_parameters=rope)
+    model = load_model(folder, dtype="float32", device="cpu")
+    runner = DecoderRunner(model)
+    assert runner.max_position == 512
+    for positions in (torch.tensor([0, 511, 3, 3, 200]), torch.arange(512).flip(0), torch.tensor([7])):
+        hidden = torch.zeros(1, len(positions), 64)
+        expected = model.model.rotary_emb(hidden, positions[None])
+        for ours, theirs in zip(runner.rotary(positions), expected, strict=True):
+            assert ours.dtype == theirs.dtype == torch.float32
+            assert torch.equal(ours, theirs[0])
