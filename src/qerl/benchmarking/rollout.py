@@ -25,7 +25,12 @@ from qerl.rollout.kv_cache import blocks_for_tokens
 # Mean |log-prob engine - transformers| of a right engine stays well below; a wrong one is off by the spread of the
 # logits, which is about 1.
 PARITY_LIMIT = {"bf16": 0.1, "fp32": 1e-3}
-_WARM_UP_TOKENS = 4
+# Decode steps of a warm-up with every sequence running.
+_WARM_UP_STEPS = 6
+# A batch size runs eagerly when it is first met and is captured the second time: after two warm-ups all are replayed.
+_WARM_UPS = 2
+# Long-tailed lengths are shortened by this for the warm-up, which so meets the batch sizes of the real run.
+_WARM_UP_SHARE = 32
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
@@ -54,7 +59,10 @@ def measure_fixed(
     engine = make_engine(subject, max(batches), prompt + new)
     for batch in batches:
         prompts = random_prompts(batch, prompt, subject.geometry.vocab, seed=batch)
-        _timed(engine, prompts, min(new, _WARM_UP_TOKENS))
+        # Prompts are prefilled step by step, and those that are through decode meanwhile.
+        prefill_steps = -(-batch * prompt // engine.config.max_batch_tokens)
+        for _ in range(_WARM_UPS):
+            _timed(engine, prompts, min(new, prefill_steps + _WARM_UP_STEPS))
         _reset_peak(subject.device)
         prefill_s = min(_timed(engine, prompts, 1)[0] for _ in range(2))
         total_s, outputs = _timed(engine, prompts, new)
@@ -92,9 +100,7 @@ def _fixed_row(
     }
 
 
-def measure_prefill(
-    subject: Subject, ceilings: Ceilings, sequences: int, length: int, max_batch_tokens: int | None = None
-) -> Row:
+def measure_prefill(subject: Subject, ceilings: Ceilings, sequences: int, length: int) -> Row:
     """Seconds from ``sequences`` prompts of ``length`` tokens to one sampled token each; best of two."""
     engine = make_engine(subject, sequences, length + 1)
     prompts = random_prompts(sequences, length, subject.geometry.vocab, seed=sequences)
@@ -124,7 +130,9 @@ def measure_long_tailed(subject: Subject, slots: int, prompt: int, lengths: Sequ
     """
     engine = make_engine(subject, slots, prompt + max(lengths))
     prompts = random_prompts(len(lengths), prompt, subject.geometry.vocab, seed=len(lengths))
-    _timed(engine, prompts[:slots], min(max(lengths), _WARM_UP_TOKENS))
+    for _ in range(_WARM_UPS):
+        run_continuous(engine, prompts, [-(-length // _WARM_UP_SHARE) for length in lengths])
+        _timed(engine, prompts[:slots], min(max(lengths), _WARM_UP_STEPS))
     _reset_peak(subject.device)
     synchronize(subject.device)
     started = time.perf_counter()

@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 from qerl.rollout.build import build_engine
+from qerl.rollout.core import SamplingParams
 from qerl.rollout.engine import RolloutEngine
 from qerl.rollout.runner import UnsupportedArchitectureError
 from qerl.serving.errors import MissingServerPackageError
@@ -32,6 +33,14 @@ def check_exposure(host: str, api_key: str | None) -> None:
             f"--host {host} lets other machines connect, who could all use the model: set a key (--api-key KEY, or "
             "QERL_API_KEY in the environment), or keep --host 127.0.0.1 and reach it through an SSH tunnel"
         )
+
+
+def _warm_up(engine: RolloutEngine) -> None:
+    """A few tokens through a session, which also allocates the KV pool that the server will use."""
+    with engine.open_session() as session:
+        session.add([0], SamplingParams(max_tokens=4, ignore_eos=True))
+        while session.has_unfinished:
+            session.step()
 
 
 def _is_loopback(host: str) -> bool:
@@ -88,6 +97,8 @@ def serve(
     )
     if not isinstance(engine, RolloutEngine):
         raise UnsupportedArchitectureError(f"{model} runs on transformers' generation only, which cannot be served")
+    # Kernels are compiled, and weights decoded where that is done once, before the first client waits for it.
+    _warm_up(engine)
     served_name = name or Path(model).resolve().name
     parser = RequestParser(tokenizer, served_name, engine.max_model_len, engine.runner.vocab_size)
     server = Server(EngineWorker(engine), parser, api_key)
