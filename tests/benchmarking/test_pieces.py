@@ -12,7 +12,7 @@ from qerl.benchmarking.geometry import KNOWN, GeometryError, check_fits_cpu, geo
 from qerl.benchmarking.kernels import measure_attention, measure_quantizer
 from qerl.benchmarking.lengths import lognormal_lengths
 from qerl.benchmarking.linears import check_group, dequantized
-from qerl.benchmarking.results import result_file
+from qerl.benchmarking.results import OtherMachineError, ResultFile
 from qerl.benchmarking.timing import CheckFailedError, median_us, rms_ratio, rotation
 from qerl.nn.random_weights import random_group
 
@@ -102,7 +102,30 @@ def test_rows_of_the_other_kernels() -> None:
     assert all(row["seconds_all_layers"] == pytest.approx(3 * row["seconds"], rel=0.3) for row in rows)
 
 
-def test_the_header_says_what_was_measured() -> None:
-    header = result_file([{"a": 1}], CPU, "abc", extra=2)
-    assert header["rows"] == [{"a": 1}] and header["commit"] == "abc" and header["extra"] == 2
-    assert {"gpu", "versions", "date"} <= header.keys() and "torch" in header["versions"]
+def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "r.json"
+    results = ResultFile(path, CPU, commit="abc", extra=2)
+    results.add("rows", {"model": "7B", "M": 1, "us": 3.0})
+    results.add("attention", {"model": "7B", "batch": 1})
+    written = json.loads(path.read_text())
+    assert written == json.loads(json.dumps(results.as_json()))
+    assert written.keys() == {"gpu", "versions", "commit", "date", "rows", "extra", "attention"}
+    assert written["commit"] == "abc" and "torch" in written["versions"]
+
+
+def test_rows_of_the_same_work_are_replaced_and_others_kept(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    first = ResultFile(path, CPU, commit="abc")
+    first.add("rows", {"model": "7B", "M": 1, "us": 3.0})
+    first.add("rows", {"model": "7B", "M": 2, "us": 4.0})
+    second = ResultFile(path, CPU, commit="def", append=True)
+    second.add("rows", {"model": "7B", "M": 2, "us": 5.0})
+    assert json.loads(path.read_text())["rows"] == [
+        {"commit": "abc", "model": "7B", "M": 1, "us": 3.0},
+        {"model": "7B", "M": 2, "us": 5.0},
+    ]
+    ResultFile(path, CPU, commit="def").add("rows", {"model": "7B", "M": 3, "us": 1.0})
+    assert len(json.loads(path.read_text())["rows"]) == 1
+    path.write_text(json.dumps({"gpu": "another", "rows": []}))
+    with pytest.raises(OtherMachineError, match="another"):
+        ResultFile(path, CPU, append=True)

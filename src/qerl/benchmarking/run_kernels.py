@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,8 @@ from qerl.benchmarking.kernels import (
     measure_quantizer,
 )
 from qerl.benchmarking.linears import LinearBench, measure_linears
-from qerl.benchmarking.results import Row, device_name, result_file, write_results
+from qerl.benchmarking.results import ResultFile, Row, device_name
+from qerl.benchmarking.rollout import free_memory
 from qerl.nn.loading import resolve_device, resolve_dtype
 
 Print = Callable[[str], object]
@@ -35,31 +37,21 @@ class KernelPlan:
     quantizer_layers: int
     device: str
     out: Path | None
+    append: bool
     commit: str | None
     cpu_parameter_limit: int
 
 
-class _Report:
-    """Prints rows as they come and keeps the file up to date, so that a run that is killed leaves what it has."""
-
-    def __init__(self, plan: KernelPlan, device: torch.device, ceilings: Ceilings, say: Print) -> None:
-        self.plan, self.device, self.ceilings, self.say = plan, device, ceilings, say
-        self.rows: dict[str, list[Row]] = {}
-
-    def add(self, part: str, row: Row) -> None:
-        self.rows.setdefault(part, []).append(row)
-        self.say(describe(part, row))
-        if self.plan.out is not None:
-            extra = {part: rows for part, rows in self.rows.items() if part != "linears"}
-            linears = self.rows.get("linears", [])
-            ceilings = self.ceilings.as_row()
-            write_results(
-                self.plan.out, result_file(linears, self.device, self.plan.commit, ceilings=ceilings, **extra)
-            )
+Add = Callable[[str, Row], None]
 
 
-def run_kernels(plan: KernelPlan, say: Print) -> dict[str, list[Row]]:
-    """Measure the parts of ``plan`` one after another; returns the rows by part.
+def _add(results: ResultFile, say: Print, part: str, row: Row) -> None:
+    results.add(part, row)
+    say(describe(part, row))
+
+
+def run_kernels(plan: KernelPlan, say: Print) -> ResultFile:
+    """Measure the parts of ``plan`` one after another; returns the rows.
 
     Raises:
         CheckFailedError: a wrong result; nothing is measured after it.
@@ -72,38 +64,36 @@ def run_kernels(plan: KernelPlan, say: Print) -> dict[str, list[Row]]:
     torch.manual_seed(0)
     ceilings = measure_ceilings(device, resolve_dtype("auto", device))
     say(f"{device_name(device)}: {ceilings.as_row()}")
-    report = _Report(plan, device, ceilings, say)
+    free_memory(device)
+    results = ResultFile(plan.out, device, commit=plan.commit, append=plan.append, ceilings=ceilings.as_row())
     for geometry in plan.geometries:
         with torch.no_grad():
-            _measure(plan, geometry, ceilings, device, report)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    for line in sums(report.rows.get("linears", [])):
+            _measure(plan, geometry, ceilings, device, partial(_add, results, say))
+        free_memory(device)
+    for line in sums([row for row in results.parts["rows"] if "commit" not in row]):
         say(line)
-    return report.rows
+    return results
 
 
-def _measure(plan: KernelPlan, geometry: Geometry, ceilings: Ceilings, device: torch.device, report: _Report) -> None:
+def _measure(plan: KernelPlan, geometry: Geometry, ceilings: Ceilings, device: torch.device, add: Add) -> None:
     if "linears" in plan.parts:
         bench = LinearBench(plan.format, plan.rows, plan.lora_rank)
-        measure_linears(geometry, bench, ceilings, device, lambda row: report.add("linears", row))
+        measure_linears(geometry, bench, ceilings, device, lambda row: add("rows", row))
     if "attention" in plan.parts:
         batches = ATTENTION_BATCHES if device.type == "cuda" else (1, 2)
         for row in measure_attention(geometry, ceilings, device, batches, ATTENTION_CONTEXT):
-            report.add("attention", row)
+            add("attention", row)
     if "dequantize" in plan.parts:
         for row in measure_dequantize(geometry, plan.format, ceilings, device):
-            report.add("dequantize", row)
+            add("dequantize", row)
     if "quantizer" in plan.parts:
-        measure_quantizer(
-            geometry, plan.format, device, plan.quantizer_layers, lambda row: report.add("quantizer", row)
-        )
+        measure_quantizer(geometry, plan.format, device, plan.quantizer_layers, lambda row: add("quantizer", row))
 
 
 def describe(part: str, row: Row) -> str:
     """One line of the table."""
     share = f"{100 * row['roofline_share']:5.1f} % of the roofline" if "roofline_share" in row else ""
-    if part == "linears":
+    if part == "rows":
         extra = f"  dX {row['dx_us']:.1f} us (bf16 {row['dx_bf16_us']:.1f})" if "dx_us" in row else ""
         if "bitsandbytes_nf4_us" in row:
             extra += f"  bitsandbytes {row['bitsandbytes_nf4_us']:.1f} us"

@@ -3,15 +3,14 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-
-import torch
 
 from qerl.benchmarking.ceilings import Ceilings, measure_ceilings
 from qerl.benchmarking.geometry import check_fits_cpu, geometry_of_values, read_config
 from qerl.benchmarking.lengths import lognormal_lengths
 from qerl.benchmarking.peers import measure_peer, require_peer
-from qerl.benchmarking.results import Row, device_name, result_file, write_results
+from qerl.benchmarking.results import ResultFile, Row, device_name
 from qerl.benchmarking.rollout import free_memory, measure_fixed, measure_long_tailed, measure_prefill
 from qerl.benchmarking.subject import UnsupportedBenchError, build_subject, check_dtypes
 from qerl.nn.loading import resolve_device, resolve_dtype
@@ -44,28 +43,21 @@ class RolloutPlan:
     device: str
     seed: int
     out: Path | None
+    append: bool
     commit: str | None
     cpu_parameter_limit: int
 
 
-class _Report:
-    """Prints rows as they come and keeps the file up to date, so that a run that is killed leaves what it has."""
-
-    def __init__(self, plan: RolloutPlan, device: torch.device, ceilings: Ceilings, say: Print) -> None:
-        self.plan, self.device, self.ceilings, self.say = plan, device, ceilings, say
-        self.parts: dict[str, list[Row]] = {"rows": [], "long_tailed": [], "prefill": [], "models": []}
-
-    def add(self, part: str, row: Row) -> None:
-        self.parts[part].append(row)
-        self.say(describe(part, row))
-        if self.plan.out is not None:
-            extra = {name: rows for name, rows in self.parts.items() if name != "rows" and rows}
-            rows, ceilings = self.parts["rows"], self.ceilings.as_row()
-            write_results(self.plan.out, result_file(rows, self.device, self.plan.commit, ceilings=ceilings, **extra))
+Add = Callable[[str, Row], None]
 
 
-def run_rollout(plan: RolloutPlan, say: Print) -> dict[str, list[Row]]:
-    """Measure every combination of weights and LoRA rank of ``plan``; returns the rows by part.
+def _add(results: ResultFile, say: Print, part: str, row: Row) -> None:
+    results.add(part, row)
+    say(describe(part, row))
+
+
+def run_rollout(plan: RolloutPlan, say: Print) -> ResultFile:
+    """Measure every combination of weights and LoRA rank of ``plan``; returns the rows.
 
     Raises:
         UnsupportedBenchError: something that the engine or a peer does not do.
@@ -84,23 +76,25 @@ def run_rollout(plan: RolloutPlan, say: Print) -> dict[str, list[Row]]:
         check_fits_cpu(geometry, plan.cpu_parameter_limit)
     ceilings = measure_ceilings(device, resolve_dtype("auto", device))
     say(f"{device_name(device)}: {ceilings.as_row()}")
-    report = _Report(plan, device, ceilings, say)
+    free_memory(device)
+    results = ResultFile(plan.out, device, commit=plan.commit, append=plan.append, ceilings=ceilings.as_row())
+    add = partial(_add, results, say)
     for weights in plan.weights:
         for rank in plan.ranks:
-            _measure(plan, weights, rank, ceilings, report)
+            _measure(plan, weights, rank, ceilings, add)
             free_memory(device)
     if plan.peer is not None:
-        measure_peer(plan.peer, plan, device, lambda row: report.add("rows", row))
-    return report.parts
+        measure_peer(plan.peer, plan, device, lambda row: add("rows", row))
+    return results
 
 
-def _measure(plan: RolloutPlan, weights: str, rank: int, ceilings: Ceilings, report: _Report) -> None:
+def _measure(plan: RolloutPlan, weights: str, rank: int, ceilings: Ceilings, add: Add) -> None:
     started = time.perf_counter()
     subject = build_subject(
         plan.source, weights=weights, lora_rank=rank, device=plan.device, seed=plan.seed, name=plan.name
     )
     resident = subject.step_bytes(0, 0)
-    report.add(
+    add(
         "models",
         {
             "model": subject.name,
@@ -111,14 +105,14 @@ def _measure(plan: RolloutPlan, weights: str, rank: int, ceilings: Ceilings, rep
         },
     )
     if plan.lognormal is None:
-        measure_fixed(subject, ceilings, plan.batches, plan.prompt, plan.new, lambda row: report.add("rows", row))
+        measure_fixed(subject, ceilings, plan.batches, plan.prompt, plan.new, lambda row: add("rows", row))
     else:
         mean, longest, samples = plan.lognormal
         lengths = lognormal_lengths(samples, mean, longest, plan.seed)
         for slots in plan.batches:
-            report.add("long_tailed", measure_long_tailed(subject, slots, plan.prompt, lengths))
+            add("long_tailed", measure_long_tailed(subject, slots, plan.prompt, lengths))
     if plan.prefill is not None:
-        report.add("prefill", measure_prefill(subject, ceilings, *plan.prefill))
+        add("prefill", measure_prefill(subject, ceilings, *plan.prefill))
 
 
 def describe(part: str, row: Row) -> str:

@@ -19,6 +19,7 @@ CPU_PARAMETER_LIMIT = 1_000_000_000
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Out = Annotated[Path | None, typer.Option(help="JSON file of the results; rewritten after every row.")]
+Append = Annotated[bool, typer.Option("--append", help="Keep the rows that --out holds already.")]
 Commit = Annotated[str | None, typer.Option(help="Commit of the code, where there is no git to ask.")]
 Seed = Annotated[int, typer.Option(help="Seed of random weights.")]
 
@@ -52,6 +53,7 @@ def rollout(
     peer: Annotated[str | None, typer.Option(help="Measure transformers or vllm on the same work too.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the model in the rows; default: of its file.")] = None,
     out: Out = None,
+    append: Append = False,
     commit: Commit = None,
     device: Device = "auto",
     seed: Seed = 0,
@@ -79,7 +81,7 @@ def rollout(
     run_rollout(
         RolloutPlan(
             source=source, name=name, prompt=prompt, new=new, lognormal=lognormal, kv_dtype=kv_dtype,
-            head_dtype=head_dtype, peer=peer, device=device, seed=seed, out=out, commit=commit,
+            head_dtype=head_dtype, peer=peer, device=device, seed=seed, out=out, append=append, commit=commit,
             cpu_parameter_limit=CPU_PARAMETER_LIMIT, **plan,
         ),
         typer.echo,
@@ -97,6 +99,7 @@ def kernels(
     parts: Annotated[str, typer.Option(help=f"What to measure: {', '.join(PARTS)}; with commas.")] = ",".join(PARTS),
     quantizer_layers: Annotated[int, typer.Option(min=1, help="Layers that the quantizer packs.")] = 4,
     out: Out = None,
+    append: Append = False,
     commit: Commit = None,
     device: Device = "auto",
 ) -> None:
@@ -115,7 +118,7 @@ def kernels(
     run_kernels(
         KernelPlan(
             geometries=tuple(geometries), format=format, rows=tuple(counts), lora_rank=lora_rank, parts=tuple(chosen),
-            quantizer_layers=quantizer_layers, device=device, out=out, commit=commit,
+            quantizer_layers=quantizer_layers, device=device, out=out, append=append, commit=commit,
             cpu_parameter_limit=CPU_PARAMETER_LIMIT,
         ),
         typer.echo,
