@@ -28,8 +28,12 @@ def make_case(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
+    cache_dtype: torch.dtype | None = None,
 ) -> PagedCase:
-    """Sequences of `lengths` in shuffled blocks; table entries and slots past a context are poison."""
+    """Sequences of `lengths` in shuffled blocks; table entries and slots past a context are poison.
+
+    With ``cache_dtype`` keys and values are rounded to it, and so are those of the expectation.
+    """
     per_sequence = [-(-length // block_size) for length in lengths]
     order = torch.randperm(sum(per_sequence) + 1).tolist()
     shape = (len(order), block_size, kv_heads, head_dim)
@@ -40,7 +44,7 @@ def make_case(
     scale = head_dim**-0.5
     expected = torch.zeros(q.shape, dtype=torch.float64)
     for index, length in enumerate(lengths):
-        keys, values = (torch.randn(length, kv_heads, head_dim).to(dtype) for _ in range(2))
+        keys, values = (torch.randn(length, kv_heads, head_dim).to(cache_dtype or dtype).to(dtype) for _ in range(2))
         for position in range(length):
             if position % block_size == 0:
                 table[index, position // block_size] = order.pop()
@@ -52,5 +56,6 @@ def make_case(
             scores = torch.einsum("hd,nhd->hn", q[index].double(), wide[0]) * scale
             expected[index] = torch.einsum("hn,nhd->hd", scores.softmax(-1), wide[1])
     lens = torch.tensor(lengths, dtype=torch.int32)
+    k_cache, v_cache = (cache.to(cache_dtype or dtype) for cache in (k_cache, v_cache))
     moved = [tensor.to(device) for tensor in (q, k_cache, v_cache, table, lens)]
     return PagedCase(*moved, scale, expected.to(device))

@@ -16,6 +16,11 @@ def test_reference_against_fp64(heads: int, kv_heads: int, head_dim: int) -> Non
     assert (out[2] == 0).all()
 
 
+def test_reference_of_a_float8_cache() -> None:
+    case = make_case((1, 40, 0), 4, 2, 64, cache_dtype=torch.float8_e4m3fn)
+    assert rms_ratio(paged_attention_decode(*case.inputs, case.scale), case.expected) < 1e-6
+
+
 def test_misuse_is_named() -> None:
     case = make_case((5, 3), 4, 2, 64)
     q, k_cache, v_cache, table, lens = case.inputs
@@ -57,6 +62,17 @@ def test_gpu_against_fp64(
     out = paged_attention_decode(*case.inputs, case.scale)
     assert rms_ratio(out, case.expected) < bound
     assert (out[case.context_lens == 0] == 0).all()
+    assert torch.equal(out, paged_attention_decode(*case.inputs, case.scale))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(1, 0, 65), (2000, 1, 700), (5,) * 200], ids=["edges", "long", "many"])
+@pytest.mark.parametrize("heads, kv_heads, head_dim, block_size", [(28, 4, 128, 16), (4, 4, 80, 16)])
+def test_gpu_float8_cache(heads: int, kv_heads: int, head_dim: int, block_size: int, lengths: tuple[int, ...]) -> None:
+    fp8 = torch.float8_e4m3fn
+    case = make_case(lengths, heads, kv_heads, head_dim, block_size, torch.bfloat16, "cuda", fp8)
+    out = paged_attention_decode(*case.inputs, case.scale)
+    assert rms_ratio(out, case.expected) < 4e-3
     assert torch.equal(out, paged_attention_decode(*case.inputs, case.scale))
 
 

@@ -27,7 +27,15 @@ def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
 class Case:
     """Sequences with random K/V, stored up to their new tokens in a pool of shuffled, dirty blocks."""
 
-    def __init__(self, shapes: list[tuple[int, int]], heads: int, kv_heads: int, block_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        shapes: list[tuple[int, int]],
+        heads: int,
+        kv_heads: int,
+        block_size: int,
+        seed: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         """``shapes``: (cached tokens, new tokens) of every sequence."""
         generator = torch.Generator().manual_seed(seed)
         rng = random.Random(seed)
@@ -35,10 +43,10 @@ class Case:
         tables = [blocks_for_tokens(cached + new, block_size) for cached, new in shapes]
         free = list(range(1, sum(tables) + 4))
         rng.shuffle(free)
-        self.kv = KVCache(2, sum(tables) + 3, block_size, kv_heads, HEAD_DIM, torch.float32, "cpu")
+        self.kv = KVCache(2, sum(tables) + 3, block_size, kv_heads, HEAD_DIM, dtype, "cpu")
         # Whatever an earlier sequence left behind must not matter.
-        self.kv.k.uniform_(-50, 50, generator=generator)
-        self.kv.v.uniform_(-50, 50, generator=generator)
+        for pool in (self.kv.k, self.kv.v):
+            pool.copy_(torch.empty(pool.shape).uniform_(-50, 50, generator=generator))
         self.chunks = []
         self.history: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for index, ((cached, new), blocks) in enumerate(zip(shapes, tables, strict=True)):
@@ -61,6 +69,7 @@ class Case:
             dense_attention(q[first : first + chunk.count], *self.history[chunk.owner.index], SCALE)
             for chunk, first in zip(ordered, batch.cu_seqlens_q.tolist()[:-1], strict=True)
         ]
+        self.kv.write(1, k, v, batch.slot_mapping)
         return paged_attention(q, k, v, self.kv, 1, batch, SCALE), torch.cat(expected)
 
 
@@ -122,10 +131,28 @@ def test_keeps_the_dtype_of_the_query_over_another_pool_dtype() -> None:
         logits_index=torch.tensor([1]),
     )
     q, k, v = torch.randn(3, 2, 1, HEAD_DIM)
+    kv.write(0, k, v, batch.slot_mapping)
     out = paged_attention(q, k, v, kv, 0, batch, SCALE)
     assert out.dtype == torch.float32
     rounded = dense_attention(q, k.bfloat16(), v.bfloat16(), SCALE)
     torch.testing.assert_close(out.double(), rounded, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
+def test_a_float8_pool_costs_three_bits(shapes: list[tuple[int, int]]) -> None:
+    case = Case(shapes, 4, 2, 16, seed=1, dtype=torch.float8_e4m3fn)
+    out, expected = case.run(planned=True)
+    error = (out.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    # Keys and values keep 3 bits after the leading one: a relative error of at most 2^-4 each, 0.026 in the mean.
+    assert error < 0.06
+
+
+def test_float8_blocks_are_copied_and_saturate() -> None:
+    kv = KVCache(1, 3, 2, 1, 2, torch.float8_e4m3fn, "cpu")
+    kv.write(0, torch.tensor([[[1e4, -0.3]]]), torch.tensor([[[7.0, -1e4]]]), torch.tensor([2]))
+    kv.copy_blocks([1], [3])
+    assert kv.k[0, 3, 0, 0].float().tolist() == [448.0, -0.3125]
+    assert kv.v[0, 3, 0, 0].float().tolist() == [7.0, -448.0]
 
 
 def test_heads_that_cannot_be_grouped_are_refused() -> None:
@@ -188,7 +215,8 @@ def test_cuda_matches_the_cpu(shapes: list[tuple[int, int]]) -> None:
         kv.k.copy_(past[0].bfloat16())
         kv.v.copy_(past[1].bfloat16())
         batch, _ = build_batch(chunks, block_size, torch.device(device))
-        new = (x.bfloat16().to(device, dtype) for x in (q, k, v))
+        new = [x.bfloat16().to(device, dtype) for x in (q, k, v)]
+        kv.write(0, *new[1:], batch.slot_mapping)
         results.append(paged_attention(*new, kv, 0, batch, head_dim**-0.5).float().cpu())
     # bf16 holds 8 bits: the output is rounded once and the softmax weights once.
     torch.testing.assert_close(results[1], results[0], rtol=2e-2, atol=2e-2)

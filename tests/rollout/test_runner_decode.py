@@ -107,6 +107,18 @@ def test_rotary_table_is_what_the_module_gives(rope: dict[str, object], tmp_path
     for positions in (torch.tensor([0, 511, 3, 3, 200]), torch.arange(512).flip(0), torch.tensor([7])):
         hidden = torch.zeros(1, len(positions), 64)
         expected = model.model.rotary_emb(hidden, positions[None])
-        for ours, theirs in zip(runner.rotary(positions), expected, strict=True):
+        for ours, theirs in zip(runner.rope[positions].chunk(2, dim=-1), expected, strict=True):
             assert ours.dtype == theirs.dtype == torch.float32
-            assert torch.equal(ours, theirs[0])
+            assert torch.equal(ours.repeat(1, 2), theirs[0])
+
+
+def test_float8_cache_halves_the_memory_and_stays_close(tiny_checkpoints: dict[str, Path]) -> None:
+    model = policy(tiny_checkpoints["llama"])
+    engines = [
+        make_engine(model, tiny_tokenizer(), max_model_len=64, memory_bytes=1 << 20, kv_dtype=kind)
+        for kind in ("auto", "fp8")
+    ]
+    outputs = [engine.generate(PROMPTS, SamplingParams(max_tokens=20, ignore_eos=True)) for engine in engines]
+    assert engines[1].stats.num_blocks >= 4 * engines[0].stats.num_blocks, "compute is fp32 here"
+    # 4 significant bits: far from the 1e-5 of a cache in the compute dtype, and far from unrelated.
+    assert 1e-4 < largest_difference(model, outputs[1], 1.0) < 0.5

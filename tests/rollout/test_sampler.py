@@ -1,6 +1,7 @@
 """The sampler draws from the exact distribution, reports its log-probs, and depends on nothing but its key."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -30,6 +31,12 @@ def _draw_many(logits: list[float], sampling: SamplingParams, count: int = 40_00
 def _chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     expected = probabilities * counts.sum()
     return ((counts - expected) ** 2 / expected).sum().item()
+
+
+def _draw_at(monkeypatch: pytest.MonkeyPatch, uniforms: Callable[..., torch.Tensor]) -> None:
+    """Replace the counter in the plain and in the truncated draw."""
+    for module in ("qerl.kernels.sampling.reference", "qerl.rollout.sampler"):
+        monkeypatch.setattr(f"{module}.uniforms", uniforms)
 
 
 def test_uniforms_match_pure_integer_arithmetic() -> None:
@@ -222,10 +229,7 @@ def test_extreme_uniforms_never_reach_an_impossible_token(
     bits: int, options: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extreme = (2 * bits + 1) * 2.0**-53
-    monkeypatch.setattr(
-        "qerl.rollout.sampler.uniforms",
-        lambda keys, positions: torch.full(positions.shape, extreme, dtype=torch.float64),
-    )
+    _draw_at(monkeypatch, lambda keys, positions: torch.full(positions.shape, extreme, dtype=torch.float64))
     for vocab_size in (5, 128, 640, 151_936):
         logits = torch.zeros(1, vocab_size)
         # Impossible at both ends, where an off-by-one of the search would land.
@@ -241,7 +245,7 @@ def test_extreme_uniforms_never_reach_an_impossible_token(
 def test_the_cut_between_two_tokens_belongs_to_the_upper_one(monkeypatch: pytest.MonkeyPatch) -> None:
     # 256 equal weights are exact, so u = k / 256 hits the cut below token k, at chunk borders as well.
     cuts = torch.arange(256, dtype=torch.float64) / 256
-    monkeypatch.setattr("qerl.rollout.sampler.uniforms", lambda keys, positions: cuts)
+    _draw_at(monkeypatch, lambda keys, positions: cuts)
     drawn = sample(torch.zeros(256, 256), SamplingParams(), _keys(256), torch.arange(256))
     assert drawn.token_ids.tolist() == list(range(256))
     # An impossible token at the start of the second chunk: the cut at its border belongs to the token after it.
@@ -290,3 +294,23 @@ def test_cuda_draws_the_same_tokens(options: dict[str, float]) -> None:
     torch.testing.assert_close(cuda.logprobs.cpu(), cpu.logprobs, rtol=1e-6, atol=2e-6)
     again = sample(logits.cuda(), sampling, keys.cuda(), positions.cuda())
     assert again.tolist() == cuda.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}])
+def test_cuda_truncated_draws_can_be_captured(options: dict[str, float]) -> None:
+    """Nothing waits for the device, so that a graph of a draw follows new logits."""
+    sampling = SamplingParams(**options)
+    logits, keys, positions = torch.randn(16, 4096).cuda(), _keys(16).cuda(), torch.arange(16).cuda()
+    expected = sample(logits, sampling, keys, positions)
+    shown = torch.zeros_like(logits)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        sample(shown, sampling, keys, positions)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drawn = sample(shown, sampling, keys, positions)
+    shown.copy_(logits)
+    graph.replay()
+    assert drawn.tolist() == expected.tolist()

@@ -274,6 +274,37 @@ def test_ten_thousand_requests() -> None:
     assert all(sample.num_generated == target for sample, target in targets.items())
 
 
+def test_finished_samples_leave_the_others_alone() -> None:
+    simulator = Simulator(num_blocks=32)
+    group = simulator.add(prompt_len=6, lengths=[9, 9, 9])
+    simulator.step()
+    simulator.step()
+    held = simulator.scheduler.allocator.num_used
+    simulator.scheduler.finish([group.samples[1]])
+    simulator.scheduler.check_integrity()
+    assert simulator.scheduler.running == [group.samples[0], group.samples[2]]
+    assert simulator.scheduler.allocator.num_used == held - 1
+    assert group.samples[1].blocks == []
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_aborted_group_frees_its_blocks_in_every_state(steps: int) -> None:
+    simulator = Simulator(num_blocks=14, max_num_seqs=3, max_batch_tokens=6)
+    first = simulator.add(prompt_len=9, lengths=[20, 20])
+    second = simulator.add(prompt_len=5, lengths=[20, 20])
+    for _ in range(steps):
+        simulator.step()
+    scheduler = simulator.scheduler
+    for group in (second, first):
+        scheduler.abort(group)
+        scheduler.check_integrity()
+        assert not any(sample.prefix is group for sample in scheduler.running)
+        assert group not in scheduler.waiting
+        scheduler.abort(group)
+    assert scheduler.allocator.num_used == 0
+    assert not scheduler.unfinished
+
+
 def test_ownership_error_is_found() -> None:
     simulator = Simulator(num_blocks=8)
     simulator.add(prompt_len=9, lengths=[4, 4])

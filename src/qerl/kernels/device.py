@@ -33,6 +33,12 @@ def multiprocessor_count(index: int) -> int:
 
 
 @cache
+def dependent_launch(device: torch.device) -> bool:
+    """Whether kernels on `device` are launched with programmatic dependent launch (sm_90 and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
 def _check_capability(index: int) -> None:
     capability = torch.cuda.get_device_capability(index)
     if capability < MINIMUM_CAPABILITY:

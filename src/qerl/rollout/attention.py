@@ -18,6 +18,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
+from qerl.kernels.paged_attention.reference import read_blocks
 from qerl.rollout.core import ForwardBatch, Segment
 from qerl.rollout.kv_cache import KVCache, blocks_for_tokens
 
@@ -36,11 +37,11 @@ def paged_attention(
     batch: ForwardBatch,
     scale: float,
 ) -> torch.Tensor:
-    """Store the new K/V of ``layer``, then attend from every new token to its sequence up to itself.
+    """Attend from every new token to its sequence up to itself.
 
     Args:
-        q: [T, Hq, D]; k_new, v_new: [T, Hkv, D] with Hq a multiple of Hkv.
-        kv: the pool; its ``layer`` is written at ``batch.slot_mapping``.
+        q: [T, Hq, D]; k_new, v_new: [T, Hkv, D] with Hq a multiple of Hkv; views of a fused row will do.
+        kv: the pool; its ``layer`` already holds k_new and v_new (``kernels.rotary`` or ``KVCache.write``).
 
     Returns:
         [T, Hq, D] in q's dtype.
@@ -51,7 +52,6 @@ def paged_attention(
     heads, kv_heads = q.shape[1], k_new.shape[1]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot be shared out among {kv_heads} KV heads")
-    kv.write(layer, k_new, v_new, batch.slot_mapping)
     segments = batch.segments or (_whole_batch(batch),)
     parts = []
     for segment in segments:
@@ -152,7 +152,7 @@ def _gather(
     """K and V of the segment in ``dtype``, [S, Hkv, C, D]; C is its longest context rounded up to blocks."""
     blocks = blocks_for_tokens(segment.max_context_len, kv.block_size)
     table = batch.block_table[segment.seq_start : segment.seq_end, :blocks]
-    k, v = (pool[layer].index_select(0, table.flatten()).to(dtype) for pool in (kv.k, kv.v))
+    k, v = (read_blocks(pool[layer], table.flatten(), dtype) for pool in (kv.k, kv.v))
     shape = (table.shape[0], blocks * kv.block_size, *k.shape[-2:])
     return k.view(shape).transpose(1, 2), v.view(shape).transpose(1, 2)
 

@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from qerl.nn.loading import eos_token_ids, load_model
 from qerl.nn.lora import prepare_lora_config
 from qerl.rollout.core import RequestTooLongError
 from qerl.rollout.engine import EngineConfig, RolloutEngine
-from qerl.rollout.kv_cache import blocks_for_tokens, bytes_per_block
+from qerl.rollout.kv_cache import blocks_for_tokens
 from qerl.rollout.lora import AdapterMismatchError
 from qerl.rollout.runner import DecoderRunner, UnsupportedArchitectureError
 from qerl.rollout.transformers_backend import TransformersEngine
@@ -31,6 +32,7 @@ def make_engine(
     backend: str = "auto",
     max_num_seqs: int = 256,
     memory_bytes: int | None = None,
+    kv_dtype: Literal["auto", "fp8"] = "auto",
 ) -> RolloutEngine | TransformersEngine:
     """An engine over ``model`` (which may be PEFT-wrapped).
 
@@ -40,6 +42,7 @@ def make_engine(
         backend: ``engine``, ``transformers`` or ``auto`` (engine, with a logged fallback).
         max_num_seqs: sequences decoded at once.
         memory_bytes: bytes for the KV cache; None: what a call needs at most.
+        kv_dtype: see :class:`~qerl.rollout.engine.EngineConfig`.
 
     Raises:
         UnsupportedArchitectureError: ``backend="engine"`` and the runner does not know the model.
@@ -67,18 +70,21 @@ def make_engine(
             raise
         logger.warning("rollouts fall back to transformers generation (slower): %s", error)
         return TransformersEngine(model, eos, useful, max_num_seqs)
+    config = EngineConfig(
+        max_num_seqs=max_num_seqs,
+        max_model_len=min(useful, runner.max_position),
+        memory_bytes=memory_bytes,
+        kv_dtype=kv_dtype,
+    )
+    engine = RolloutEngine(runner, eos, config)
     if memory_bytes is not None:
-        _check_cache_size(runner, memory_bytes, max_model_len)
-    useful = min(useful, runner.max_position)
-    config = EngineConfig(max_num_seqs=max_num_seqs, max_model_len=useful, memory_bytes=memory_bytes)
-    return RolloutEngine(runner, eos, config)
+        _check_cache_size(engine, memory_bytes, max_model_len)
+    return engine
 
 
-def _check_cache_size(runner: DecoderRunner, memory_bytes: int, max_model_len: int) -> None:
+def _check_cache_size(engine: RolloutEngine, memory_bytes: int, max_model_len: int) -> None:
     """One sequence of full length must fit the KV cache, and the null block beside it."""
-    size = EngineConfig().block_size
-    per_block = bytes_per_block(runner.num_layers, size, runner.num_kv_heads, runner.head_dim, runner.dtype)
-    needed = (blocks_for_tokens(max_model_len, size) + 1) * per_block
+    needed = (blocks_for_tokens(max_model_len, engine.config.block_size) + 1) * engine.pool.block_bytes
     if memory_bytes < needed:
         raise RequestTooLongError(
             f"a KV cache of {memory_bytes / 2**30:.6f} GiB holds no sequence of {max_model_len} tokens, which takes "
@@ -128,6 +134,7 @@ def build_engine(
     dtype: str = "auto",
     max_model_len: int | None = None,
     max_num_seqs: int = 256,
+    kv_dtype: Literal["auto", "fp8"] = "auto",
 ) -> tuple[RolloutEngine | TransformersEngine, PreTrainedTokenizerBase, nn.Module]:
     """Load model, tokenizer and adapter from local folders and put an engine over them.
 
@@ -136,6 +143,7 @@ def build_engine(
         weights: see :func:`qerl.nn.loading.load_model`.
         adapter: PEFT adapter folder, or a training run / checkpoint that holds one.
         max_model_len: default: the model's positions, at most 4096.
+        kv_dtype: see :class:`~qerl.rollout.engine.EngineConfig`.
     """
     path = Path(model_path)
     if not (path / "config.json").is_file():
@@ -150,5 +158,6 @@ def build_engine(
         tokenizer,
         max_model_len=max_model_len or min(positions, DEFAULT_MAX_MODEL_LEN),
         max_num_seqs=max_num_seqs,
+        kv_dtype=kv_dtype,
     )
     return engine, tokenizer, model

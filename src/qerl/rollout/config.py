@@ -1,6 +1,7 @@
 """Limits of the engine, and what a call reports about itself."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,10 +12,12 @@ class EngineConfig:
     its worst case needs, at most 4 GiB on the CPU and 80 % of the free memory on CUDA. ``max_num_seqs``
     bounds the samples that run at once, ``max_batch_tokens`` the tokens of one forward pass (longer prompts
     are prefilled in chunks), ``max_model_len`` prompt plus completion (None: the model's own limit).
-    ``cuda_graphs=False`` runs every decode step eagerly (for debugging; same results).
+    ``kv_dtype``: "auto" stores keys and values in the compute dtype, "fp8" in float8 E4M3 with a scale of 1: half the
+    memory and traffic of bf16, at 4 significant bits. ``cuda_graphs=False`` runs every decode step eagerly (for
+    debugging; same results).
 
     Raises:
-        ValueError: a limit is smaller than 1, or both sizes of the pool are given.
+        ValueError: a limit is smaller than 1, both sizes of the pool are given, or ``kv_dtype`` is unknown.
     """
 
     block_size: int = 16
@@ -23,13 +26,16 @@ class EngineConfig:
     max_batch_tokens: int = 8192
     max_model_len: int | None = None
     memory_bytes: int | None = None
+    kv_dtype: Literal["auto", "fp8"] = "auto"
     cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        for name in ("block_size", "num_blocks", "max_num_seqs", "max_batch_tokens", "max_model_len", "memory_bytes"):
             value = getattr(self, name)
-            if value is not None and name != "cuda_graphs" and value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.kv_dtype not in ("auto", "fp8"):
+            raise ValueError(f"kv_dtype must be auto or fp8, got {self.kv_dtype!r}")
         if self.num_blocks is not None and self.memory_bytes is not None:
             raise ValueError(
                 f"num_blocks={self.num_blocks} and memory_bytes={self.memory_bytes} both size the KV cache: "

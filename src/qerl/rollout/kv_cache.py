@@ -10,12 +10,14 @@ from collections.abc import Sequence
 
 import torch
 
+from qerl.kernels.rotary.reference import write_cache
+
 NULL_BLOCK = 0
 
 
 class KVCache:
     """K and V of all layers, ``[L, num_blocks + 1, block_size, Hkv, D]``; ``num_blocks`` are usable, plus
-    the null block.
+    the null block. ``dtype`` is the compute dtype, or float8_e4m3fn with a scale of 1: half the memory and traffic.
 
     Raises:
         ValueError: a dimension is smaller than 1.
@@ -52,10 +54,10 @@ class KVCache:
         """Store ``k``, ``v`` [T, Hkv, D] of ``layer`` at ``slot_mapping`` int64 [T] (block * block_size +
         offset).
 
-        Mutates the pool. Values are cast to the pool's dtype.
+        Mutates the pool. Values are cast to the pool's dtype (float8_e4m3fn saturates at 448).
         """
         for pool, new in ((self.k, k), (self.v, v)):
-            pool[layer].flatten(0, 1).index_copy_(0, slot_mapping, new.to(pool.dtype))
+            write_cache(pool[layer], slot_mapping, new)
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy whole blocks in every layer (copy-on-write). Mutates the pool.
@@ -67,6 +69,8 @@ class KVCache:
         source = torch.tensor(sources, dtype=torch.int64, device=self.k.device)
         destination = torch.tensor(destinations, dtype=torch.int64, device=self.k.device)
         for pool in (self.k, self.v):
+            # Bytes where an element is one: float8 has neither of the two ops.
+            pool = pool.view(torch.uint8) if pool.itemsize == 1 else pool
             pool.index_copy_(1, destination, pool.index_select(1, source))
 
 

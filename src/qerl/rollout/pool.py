@@ -29,8 +29,9 @@ class KVPool:
         self.runner = runner
         self.config = config
         self.kv: KVCache | None = None
+        self.dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else runner.dtype
         self.block_bytes = bytes_per_block(
-            runner.num_layers, config.block_size, runner.num_kv_heads, runner.head_dim, runner.dtype
+            runner.num_layers, config.block_size, runner.num_kv_heads, runner.head_dim, self.dtype
         )
         self._made_for = 0
 
@@ -64,7 +65,7 @@ class KVPool:
                 self.config.block_size,
                 runner.num_kv_heads,
                 runner.head_dim,
-                runner.dtype,
+                self.dtype,
                 runner.device,
             )
             _log.info(

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qerl.kernels.rms_norm import add_rms_norm
+from qerl.kernels.rotary import rotary_kv_write
 from qerl.kernels.silu_mul import silu_mul
 from qerl.nn.group import WeightGroup
 from qerl.nn.head import fp32_logits
@@ -24,7 +25,6 @@ from qerl.rollout.attention import paged_attention
 from qerl.rollout.core import ForwardBatch
 from qerl.rollout.kv_cache import KVCache
 from qerl.rollout.lora import GroupLora, LoraShadows
-from qerl.rollout.rope import RotaryTable
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -81,10 +81,21 @@ class Layer:
     down: FusedLinear
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of ``x`` [T, H, D] with fp32 ``cos``/``sin`` [T, 1, D], as transformers computes it; fp32."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+def _rope_table(rotary: nn.Module, positions: int, head_dim: int, device: torch.device) -> torch.Tensor:
+    """Angles of all positions as the kernel reads them, fp32 [P, D]: D / 2 cosines, then D / 2 sines.
+
+    From the model's own rotary module, which the trainer calls: the same bits. Every frequency turns two columns that
+    lie D / 2 apart, so that the module's second half repeats its first.
+
+    Raises:
+        UnsupportedArchitectureError: the module rotates a part of the head, or its halves differ.
+    """
+    like = torch.empty(0, dtype=torch.float32, device=device)
+    cos, sin = (angles[0] for angles in rotary(like, torch.arange(positions, device=device)[None]))
+    half = head_dim // 2
+    if cos.shape[-1] != head_dim or not torch.equal(cos[:, :half], cos[:, half:]):
+        raise UnsupportedArchitectureError(f"rotary angles {list(cos.shape)} do not pair halves of {head_dim} columns")
+    return torch.cat((cos[:, :half], sin[:, :half]), dim=-1)
 
 
 class DecoderRunner:
@@ -125,9 +136,10 @@ class DecoderRunner:
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
         self.vocab_size: int = self.head.weight.shape[0]
         self.max_position = min(_usable_positions(config), max_len or config.max_position_embeddings)
-        self.rotary = RotaryTable(self.decoder.rotary_emb, self.max_position)
         self.scale = self.head_dim**-0.5
         self.shadows = LoraShadows(model, self.dtype)
+        with torch.no_grad():
+            self.rope = _rope_table(self.decoder.rotary_emb, self.max_position, self.head_dim, self.device)
         self.layers = [self._layer(layer) for layer in self.decoder.layers]
         self.final_norm = _norm(self.decoder.norm)
         self.shadows.check_complete()
@@ -166,8 +178,7 @@ class DecoderRunner:
 
     def capture_key(self) -> tuple[int | bool, ...]:
         """Addresses of everything that ``forward`` reads beside its arguments, and which adapters are enabled."""
-        tensors = [self.embedding.weight, self.head.weight, self.final_norm.weight, self.final_norm.noise]
-        tensors += self.rotary.tables(self.device)
+        tensors = [self.embedding.weight, self.head.weight, self.rope, self.final_norm.weight, self.final_norm.noise]
         for layer in self.layers:
             norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm)
             linears = (layer.qkv, layer.o, layer.gate_up, layer.down)
@@ -179,35 +190,27 @@ class DecoderRunner:
         enabled = [not part[0].disable_adapters for group in adapters for part in group.parts]
         return (*(tensor.data_ptr() for tensor in tensors), *enabled)
 
-    def _attend(self, layer: Layer, index: int, x: torch.Tensor, rope, batch: ForwardBatch, kv: KVCache):  # type: ignore[no-untyped-def]
-        tokens, q_width, kv_width = (
-            x.shape[0],
-            self.num_heads * self.head_dim,
-            self.num_kv_heads * self.head_dim,
-        )
-        q, k, v = layer.qkv(x).split((q_width, kv_width, kv_width), dim=-1)
-        q = q.view(tokens, self.num_heads, self.head_dim)
-        k = k.view(tokens, self.num_kv_heads, self.head_dim)
-        v = v.view(tokens, self.num_kv_heads, self.head_dim)
+    def _attend(self, layer: Layer, index: int, x: torch.Tensor, batch: ForwardBatch, kv: KVCache) -> torch.Tensor:
+        # AQN never perturbs the norms of heads, so that their noise slots stay empty and need not be read.
+        q_norm, k_norm, eps = None, None, 0.0
         if layer.q_norm is not None:
-            q, k = layer.q_norm(q), layer.k_norm(k)
-        q, k = _rotate(q, *rope).to(self.dtype), _rotate(k, *rope).to(self.dtype)
+            q_norm, k_norm, eps = layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.variance_epsilon
+        places = (batch.positions, kv.k[index], kv.v[index], batch.slot_mapping)
+        q, k, v = rotary_kv_write(layer.qkv(x), self.rope, *places, q_norm, k_norm, eps)
         out = paged_attention(q, k, v, kv, index, batch, self.scale)
-        return layer.o(out.reshape(tokens, q_width))
+        return layer.o(out.flatten(1))
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, kv: KVCache) -> torch.Tensor:
         """Logits fp32 [R, vocab] of the rows ``batch.logits_index``; new keys and values are written into ``kv``."""
         hidden = self.embedding(batch.token_ids)
-        cos, sin = self.rotary(batch.positions)
-        rope = (cos.unsqueeze(1), sin.unsqueeze(1))
         normed = self.layers[0].input_norm(hidden)
         following = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
-            attended = self._attend(layer, index, normed, rope, batch, kv)
+            attended = self._attend(layer, index, normed, batch, kv)
             normed, hidden = _add_norm(attended, hidden, layer.post_norm)
             normed, hidden = _add_norm(layer.down(silu_mul(layer.gate_up(normed))), hidden, next_norm)
-        return fp32_logits(normed[batch.logits_index], self.head.weight)
+        return fp32_logits(normed.index_select(0, batch.logits_index), self.head.weight)
 
 
 def _add_norm(x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,14 +20,13 @@ from dataclasses import dataclass
 
 import torch
 
+from qerl.kernels.sampling import reference, sample_rows
+from qerl.kernels.sampling.reference import uniforms
 from qerl.rollout.core import NonFiniteLogitsError, SamplingParams
 
 _MASK64 = (1 << 64) - 1
 _MASK32 = (1 << 32) - 1
-_MASK26 = (1 << 26) - 1
-# Tokens a first-level sum covers; divides the usual vocabulary sizes, so that nothing is padded.
-_CHUNK = 128
-# Rows are sampled in pieces of at most this many logits, which bounds the temporaries (about 16 bytes each).
+# Torch samples in pieces of at most this many logits, which bounds the temporaries (about 16 bytes each).
 _MAX_LOGITS_AT_ONCE = 1 << 24
 
 
@@ -64,31 +63,6 @@ def sequence_key(seed: int, step: int, prompt_id: int, sample_index: int) -> tup
     return state & _MASK32, state >> 32
 
 
-def _mix32(x: torch.Tensor) -> torch.Tensor:
-    """Bijection of 32-bit words held in int64. Both factors are below 2^31, so products stay below 2^63."""
-    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _MASK32
-    x = ((x ^ (x >> 15)) * 0x735A2D97) & _MASK32
-    return x ^ (x >> 15)
-
-
-def uniforms(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """One number of the open interval (0, 1) for each (key, position), with 52 random bits.
-
-    Args:
-        keys: int64 [N, 2], the words of :func:`sequence_key`.
-        positions: int64 [N], the absolute position in the sequence of the token to draw.
-
-    Returns:
-        float64 [N], equal on every device.
-    """
-    low, high = keys.unbind(-1)
-    first = _mix32(_mix32(positions & _MASK32) ^ low)
-    second = _mix32((first + high) & _MASK32)
-    third = _mix32(second ^ _mix32((low + 0x9E3779B9) & _MASK32))
-    bits = (second & _MASK26) << 26 | (third & _MASK26)
-    return (2 * bits + 1).double() * 2.0**-53
-
-
 def sample(
     logits: torch.Tensor,
     sampling: SamplingParams,
@@ -98,24 +72,31 @@ def sample(
 ) -> SampledTokens:
     """Draw one token for each of N samples. Nothing is mutated and nothing waits for the device.
 
+    On CUDA, samples without truncation take three launches (:mod:`qerl.kernels.sampling`); truncated ones take torch's
+    ops, some dozens. Both can be captured in a CUDA graph.
+
     Args:
         logits: float32 [R, V].
-        keys, positions: as for :func:`uniforms`, for the N samples.
+        keys: int64 [N, 2], the words of :func:`sequence_key`.
+        positions: int64 [N], the absolute position in the sequence of the token to draw.
         rows: int64 [N], the row of ``logits`` each sample draws from (several may share one); None means N =
             R.
 
     Rows without a distribution (NaN) are reported by :meth:`SampledTokens.tolist`, since only it may wait.
     """
-    vocab_size = logits.shape[-1]
-    at_once = max(1, _MAX_LOGITS_AT_ONCE // vocab_size)
+    if logits.is_cuda and not sampling.truncates:
+        token_ids, logprobs = sample_rows(logits, keys, positions, sampling.temperature, rows)
+        return SampledTokens(token_ids, logprobs, logprobs)
+    at_once = max(1, _MAX_LOGITS_AT_ONCE // logits.shape[-1])
     pieces = []
     for start in range(0, positions.shape[0], at_once):
         part = slice(start, start + at_once)
         picked = logits[part] if rows is None else logits.index_select(0, rows[part])
-        if sampling.greedy:
-            pieces.append(_take_best(picked))
+        if sampling.truncates:
+            pieces.append(_draw_truncated(picked, sampling, uniforms(keys[part], positions[part])))
         else:
-            pieces.append(_draw(picked, sampling, uniforms(keys[part], positions[part])))
+            token_ids, logprobs = reference.sample_rows(picked, keys[part], positions[part], sampling.temperature)
+            pieces.append(SampledTokens(token_ids, logprobs, logprobs))
     if len(pieces) == 1:
         return pieces[0]
     return SampledTokens(
@@ -125,45 +106,14 @@ def sample(
     )
 
 
-def _take_best(logits: torch.Tensor) -> SampledTokens:
-    """Greedy: the first of the largest logits, with its log-prob at temperature 1 in both columns."""
-    token_ids = logits.argmax(-1)
-    scaled, weights = _weights(logits, 1.0)
-    logprobs = _logprobs(scaled, weights.sum(-1), token_ids, weights.shape[-1])
-    return SampledTokens(token_ids, logprobs, logprobs)
-
-
-def _draw(logits: torch.Tensor, sampling: SamplingParams, uniform: torch.Tensor) -> SampledTokens:
-    vocab_size = logits.shape[-1]
-    scaled, weights = _weights(logits, sampling.temperature)
-    full_total = weights.sum(-1) if sampling.truncates else None
-    if sampling.truncates:
-        weights = _truncate(scaled, weights, sampling)
-    token_ids, total = _invert_cdf(weights, uniform)
-    logprobs = _logprobs(scaled, total, token_ids, vocab_size)
-    if full_total is None:
-        return SampledTokens(token_ids, logprobs, logprobs)
-    return SampledTokens(token_ids, logprobs, _logprobs(scaled, full_total, token_ids, vocab_size))
-
-
-def _weight_bits(vocab_size: int) -> int:
-    """b such that V weights of at most 2^b sum to at most 2^62."""
-    return 62 - math.ceil(math.log2(vocab_size))
-
-
-def _weights(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits / T minus their maximum, float32 [R, V], and the integer weights, int64 [R, V]."""
-    scaled = logits / temperature
-    scaled -= scaled.amax(-1, keepdim=True)
-    # Scaling a float32 by a power of two is exact, so the only rounding is the floor of the cast.
-    weights = scaled.exp().mul_(2.0 ** _weight_bits(logits.shape[-1])).long()
-    return scaled, weights
-
-
-def _logprobs(scaled: torch.Tensor, total: torch.Tensor, token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """float32 [R]: log-prob of ``token_ids`` where ``total`` [R] is the integer normalizer."""
-    chosen = scaled.gather(-1, token_ids[:, None])[:, 0].double()
-    return (chosen - (total.double() * 2.0 ** -_weight_bits(vocab_size)).log()).float()
+def _draw_truncated(logits: torch.Tensor, sampling: SamplingParams, uniform: torch.Tensor) -> SampledTokens:
+    scaled, weights = reference.integer_weights(logits, sampling.temperature)
+    token_ids, total = reference.invert_cdf(_truncate(scaled, weights, sampling), uniform)
+    return SampledTokens(
+        token_ids,
+        reference.token_logprobs(scaled, total, token_ids),
+        reference.token_logprobs(scaled, weights.sum(-1), token_ids),
+    )
 
 
 def _truncate(scaled: torch.Tensor, weights: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
@@ -183,29 +133,6 @@ def _truncate(scaled: torch.Tensor, weights: torch.Tensor, sampling: SamplingPar
         # The most likely token has scaled logit 0, and no filter removes it.
         weights = weights.masked_fill(scaled < math.log(sampling.min_p), 0)
     return weights
-
-
-def _invert_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids int64 [R] at ``uniform`` float64 [R] of the cumulative ``weights`` int64 [R, V], and their
-    sums [R].
-
-    Clamps keep the indices of rows without a distribution (NaN logits give meaningless weights) inside
-    bounds.
-    """
-    rows, vocab_size = weights.shape
-    if vocab_size % _CHUNK:
-        weights = torch.nn.functional.pad(weights, (0, -vocab_size % _CHUNK))
-    chunked = weights.view(rows, -1, _CHUNK)
-    chunk_ends = chunked.sum(-1).cumsum(-1)
-    total = chunk_ends[:, -1]
-    # u is at most 1 - 2^-53, half a unit in the last place below 1, so the rounded product stays below the total.
-    target = (uniform * total.double()).long()[:, None]
-    # right=True finds the first end above the target, which skips everything of weight 0.
-    chunk = torch.searchsorted(chunk_ends, target, right=True).clamp_max(chunk_ends.shape[-1] - 1)
-    inside = chunked.gather(1, chunk[:, :, None].expand(-1, -1, _CHUNK))[:, 0]
-    before = chunk_ends.gather(1, chunk) - inside.sum(-1, keepdim=True)
-    offset = torch.searchsorted(inside.cumsum(-1), target - before, right=True)
-    return (chunk * _CHUNK + offset)[:, 0].clamp_max(vocab_size - 1), total
 
 
 def keys_tensor(keys: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:

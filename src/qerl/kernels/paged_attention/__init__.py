@@ -21,15 +21,16 @@ def paged_attention_decode(
 ) -> torch.Tensor:
     """``softmax(scale q K^T) V`` of each sequence's newest token over its cached context.
 
-    fp32 scores and softmax; probabilities are rounded to the dtype of the cache before they meet V on CUDA. Long
-    contexts are cut into slices that a second pass merges in order: same inputs, same bits. How many slices depends on
-    the shapes alone (not on the lengths), so the call can be captured in a CUDA graph; a sequence of length 0 (padding
-    of a graph's batch) gives zeros and reads neither its table nor the cache.
+    fp32 scores and softmax; probabilities are rounded to the dtype of q (fp16 for a float8 cache) before they meet V on
+    CUDA. One launch: long contexts are cut into slices, and the last program of a sequence and head merges them in
+    order: same inputs, same bits. How many slices depends on the shapes alone (not on the lengths), so the call can be
+    captured in a CUDA graph after a first one; a sequence of length 0 (padding of a graph's batch) gives zeros and
+    reads neither its table nor the cache. Calls on one device must be ordered by a stream.
 
     Args:
-        q: bf16, fp16 or fp32 ``[S, Hq, D]``, D one of `HEAD_DIMS` on CUDA.
-        k_cache: ``[num_blocks, block_size, Hkv, D]`` in the dtype of q, D contiguous; block_size a power of two, at
-            least 16 on CUDA. Hq is a multiple of Hkv.
+        q: bf16, fp16 or fp32 ``[S, Hq, D]``, D one of `HEAD_DIMS` on CUDA; rows may be strided (views of a fused qkv).
+        k_cache: ``[num_blocks, block_size, Hkv, D]`` in the dtype of q or float8_e4m3fn (scale 1), D contiguous;
+            block_size a power of two, at least 16 on CUDA. Hq is a multiple of Hkv.
         v_cache: shape and strides of `k_cache`.
         block_table: int32 ``[S, max_blocks]``; entries past the context are not read.
         context_lens: int32 ``[S]``, tokens to attend to, the newest included; at most max_blocks * block_size.
@@ -43,7 +44,9 @@ def paged_attention_decode(
         UnsupportedGPUError: a GPU below sm_80.
     """
     _check(q, k_cache, v_cache, block_table, context_lens)
-    return _decode_op(q.contiguous(), k_cache, v_cache, block_table, context_lens, scale)
+    if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
+        q = q.contiguous()
+    return _decode_op(q, k_cache, v_cache, block_table, context_lens, scale)
 
 
 def _check(
@@ -65,8 +68,11 @@ def _check(
             f"q has {num_heads} heads of {head_dim}, the cache {num_kv_heads} of {cache_dim}: head sizes must be equal "
             "and query heads a multiple of KV heads"
         )
-    if q.dtype not in _DTYPES or k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
-        raise ValueError(f"q and caches must share bf16, fp16 or fp32, got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}")
+    if q.dtype not in _DTYPES or k_cache.dtype not in (q.dtype, torch.float8_e4m3fn) or v_cache.dtype != k_cache.dtype:
+        raise ValueError(
+            "q and caches must share bf16, fp16 or fp32 (or the caches be float8_e4m3fn), "
+            f"got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}"
+        )
     if tuple(context_lens.shape) != (sequences,) or block_table.ndim != 2 or block_table.shape[0] != sequences:
         raise ValueError(
             f"{sequences} queries need context_lens [{sequences}] and block_table [{sequences}, max_blocks], "
@@ -113,7 +119,7 @@ def _decode_op(
     from qerl.kernels.paged_attention import launch  # Triton comes only with CUDA builds of torch.
 
     if q.shape[0] == 0:
-        return torch.empty_like(q)
+        return q.new_empty(q.shape)
     longest = block_table.shape[1] * k_cache.shape[1]
     slices = launch.num_slices(q.shape[0], k_cache.shape[2], longest, multiprocessor_count(q.device.index))
     with launch_on(q.device):
@@ -122,4 +128,4 @@ def _decode_op(
 
 @_decode_op.register_fake
 def _(q, k_cache, v_cache, block_table, context_lens, scale):  # type: ignore[no-untyped-def]
-    return torch.empty_like(q)
+    return q.new_empty(q.shape)

@@ -1,22 +1,63 @@
-"""Launches of the paged attention kernels. Tensors are checked by the caller."""
+"""Launch of the paged attention kernel. Tensors are checked by the caller."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 
+from qerl.kernels.arrival import arrival_counters
+from qerl.kernels.device import dependent_launch
 from qerl.kernels.paged_attention import triton as kernels
 
-_BLOCK_N = 64
-_MAX_SLICES = 64
 # A tile of the tensor core has at least 16 rows.
 _MIN_GROUP = 16
+# Numbers of partial results that a merging program holds at once (64 registers a thread).
+_MERGED_AT_ONCE = 1 << 13
+# E4M3 bytes are read as fp16 numbers times 2^-8.
+_FP8_FACTOR = 256.0
 
 
-def num_slices(sequences: int, num_kv_heads: int, max_context_len: int, multiprocessors: int) -> int:
-    """Slices of the context so that about four programs share an SM; a power of two, from shapes alone."""
-    wanted = 4 * multiprocessors // (sequences * num_kv_heads)
-    longest = -(-max_context_len // _BLOCK_N)
-    limit = max(1, min(wanted, longest, _MAX_SLICES))
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """What a benchmark may sweep.
+
+    Attributes:
+        block_n: tokens of a step, a power of two.
+        programs_per_sm: how many programs share an SM at least, if the contexts are long enough; their registers are
+            limited so that they do.
+        min_slice: tokens below which a context is not cut, a multiple of 16.
+        max_slices: most slices of a context.
+        num_warps, num_stages: as in Triton.
+    """
+
+    block_n: int = 64
+    programs_per_sm: int = 4
+    min_slice: int = 64
+    max_slices: int = 32
+    num_warps: int = 4
+    num_stages: int = 3
+
+    @property
+    def max_registers(self) -> int | None:
+        """Registers of a thread with which the programs fit an SM together (65,536 registers); None: no limit."""
+        fitting = (1 << 16) // (self.programs_per_sm * self.num_warps * 32)
+        return fitting if fitting < 255 else None
+
+
+DEFAULT_CONFIG = DecodeConfig()
+
+
+def num_slices(
+    sequences: int,
+    num_kv_heads: int,
+    max_context_len: int,
+    multiprocessors: int,
+    config: DecodeConfig = DEFAULT_CONFIG,
+) -> int:
+    """Slices of the context that give every SM its programs; a power of two, from shapes alone."""
+    wanted = config.programs_per_sm * multiprocessors // (sequences * num_kv_heads)
+    longest = -(-max_context_len // config.min_slice)
+    limit = max(1, min(wanted, longest, config.max_slices))
     return 1 << (limit.bit_length() - 1)
 
 
@@ -28,29 +69,35 @@ def decode(
     context_lens: torch.Tensor,
     scale: float,
     slices: int,
+    config: DecodeConfig = DEFAULT_CONFIG,
 ) -> torch.Tensor:
-    """Shapes as the public function; `slices` a power of two."""
+    """Shapes as the public function; rows of `q` may be strided; `slices` a power of two. One launch."""
     sequences, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
-    dim_padded = 1 << (head_dim - 1).bit_length()
-    out = torch.empty_like(q)
-    partial = lse = None
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    partial = lse = counters = None
     if slices > 1:
-        partial = torch.empty(sequences, num_heads, slices, head_dim, dtype=torch.float32, device=q.device)
-        lse = torch.empty(sequences, num_heads, slices, dtype=torch.float32, device=q.device)
-    kernels.paged_attention_slice_kernel[(sequences, num_kv_heads, slices)](
-        q, k_cache, v_cache, block_table, context_lens, out, partial, lse,
-        scale * math.log2(math.e), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-        block_table.stride(0), num_heads,
-        GROUP=group, GROUP_PADDED=max(_MIN_GROUP, 1 << (group - 1).bit_length()),
-        HEAD_DIM=head_dim, DIM_PADDED=dim_padded, BLOCK_SIZE=block_size, BLOCK_N=_BLOCK_N, SLICES=slices,
-        num_warps=4, num_stages=3,
+        pairs = sequences * num_kv_heads
+        partial = torch.empty(pairs, slices, group, head_dim, dtype=torch.float32, device=q.device)
+        lse = torch.empty(pairs, slices, group, dtype=torch.float32, device=q.device)
+        counters = arrival_counters(pairs, q.device)
+    dim_padded, heads_padded = (1 << (width - 1).bit_length() for width in (head_dim, group))
+    at_once = max(1, min(slices, _MERGED_AT_ONCE // (dim_padded * heads_padded)))
+    fp8 = k_cache.dtype == torch.float8_e4m3fn
+    if fp8:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    factor = _FP8_FACTOR if fp8 else 1.0
+    pdl = dependent_launch(q.device)
+    kernels.paged_attention_kernel[(num_kv_heads, slices, sequences)](
+        q, k_cache, v_cache, block_table, context_lens, out, partial, lse, counters,
+        scale * math.log2(math.e) * factor, factor,
+        q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
+        KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=max(_MIN_GROUP, heads_padded),
+        HEAD_DIM=head_dim, DIM_PADDED=dim_padded, BLOCK_SIZE=block_size,
+        BLOCK_N=config.block_n, SLICES=slices, MIN_SLICE=config.min_slice,
+        HEADS_PADDED=heads_padded, AT_ONCE=at_once, FP8=fp8, PDL=pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
+        launch_pdl=pdl,
     )  # fmt: skip
-    if slices > 1:
-        kernels.paged_attention_merge_kernel[(sequences, num_heads)](
-            context_lens, partial, lse, out, num_heads,
-            HEAD_DIM=head_dim, DIM_PADDED=dim_padded, BLOCK_N=_BLOCK_N, SLICES=slices, SLICES_PADDED=slices,
-            num_warps=2,
-        )  # fmt: skip
     return out

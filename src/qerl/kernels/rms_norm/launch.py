@@ -2,6 +2,7 @@
 
 import torch
 
+from qerl.kernels.device import dependent_launch
 from qerl.kernels.rms_norm import triton as kernels
 from qerl.kernels.rms_norm.reference import output_dtype
 
@@ -29,10 +30,12 @@ def forward(
     new_residual = x.new_empty(0) if residual is None else torch.empty_like(residual)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     block, warps = _block(width)
+    pdl = dependent_launch(x.device)
     if rows:
         kernels.rms_norm_forward_kernel[(rows,)](
             x, residual, weight, noise, y, new_residual, rstd, width, eps,
-            HAS_RESIDUAL=residual is not None, HAS_NOISE=noise is not None, BLOCK=block, num_warps=warps,
+            HAS_RESIDUAL=residual is not None, HAS_NOISE=noise is not None, BLOCK=block, PDL=pdl,
+            num_warps=warps, launch_pdl=pdl,
         )  # fmt: skip
     return y, new_residual, rstd
 

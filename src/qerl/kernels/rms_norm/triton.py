@@ -8,15 +8,16 @@ With h = x * r, r = rsqrt(mean(x^2) + eps), w = weight + noise and y = w h:
 import triton
 import triton.language as tl
 
-from qerl.kernels.triton import round_to
+from qerl.kernels.triton import round_to, start_after_predecessor
 
 
 @triton.jit
 def rms_norm_forward_kernel(
     x, residual, weight, noise, y, new_residual, rstd, H, eps,
-    HAS_RESIDUAL: tl.constexpr, HAS_NOISE: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_NOISE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [T, H] and rstd fp32 [T] of x, or of x + residual rounded to the dtype of new_residual (and written to it)."""
+    start_after_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < H

@@ -2,6 +2,7 @@
 
 import torch
 
+from qerl.kernels.device import dependent_launch
 from qerl.kernels.silu_mul import triton as kernels
 
 _BLOCK = 1024
@@ -13,7 +14,8 @@ def forward(gate_up: torch.Tensor) -> torch.Tensor:
     y = gate_up.new_empty(rows, width)
     if rows:
         grid = (rows, -(-width // _BLOCK))
-        kernels.silu_mul_forward_kernel[grid](gate_up, y, width, BLOCK=_BLOCK, num_warps=4)
+        pdl = dependent_launch(gate_up.device)
+        kernels.silu_mul_forward_kernel[grid](gate_up, y, width, BLOCK=_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl)
     return y
 
 

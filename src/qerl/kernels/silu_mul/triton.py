@@ -3,12 +3,13 @@
 import triton
 import triton.language as tl
 
-from qerl.kernels.triton import round_to
+from qerl.kernels.triton import round_to, start_after_predecessor
 
 
 @triton.jit
-def silu_mul_forward_kernel(gate_up, y, I, BLOCK: tl.constexpr):
+def silu_mul_forward_kernel(gate_up, y, I, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """y [T, I] of gate_up [T, 2 I]."""
+    start_after_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < I

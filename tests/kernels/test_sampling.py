@@ -1,0 +1,81 @@
+"""The seeded draw: misuse and the op on the CPU, kernels on a GPU (its distribution: rollout/test_sampler.py)."""
+
+import math
+
+import pytest
+import torch
+from sampling_cases import make_samples
+
+from qerl.kernels.sampling import reference, sample_rows
+
+
+def test_misuse_is_named() -> None:
+    logits, keys, positions, _ = make_samples(3, 10, 3)
+    with pytest.raises(ValueError, match="logits must be float32"):
+        sample_rows(logits.bfloat16(), keys, positions, 1.0)
+    with pytest.raises(ValueError, match=r"keys must be int64 \[3, 2\]"):
+        sample_rows(logits, keys[:2], positions, 1.0)
+    with pytest.raises(ValueError, match=r"positions must be int64 \[3\]"):
+        sample_rows(logits, keys, positions.int(), 1.0)
+    with pytest.raises(ValueError, match="got -1"):
+        sample_rows(logits, keys, positions, -1.0)
+
+
+def test_op_is_well_formed() -> None:
+    logits, keys, positions, rows = make_samples(3, 10, 5)
+    checks = ("test_schema", "test_faketensor")
+    for temperature in (0.0, 1.0):
+        arguments = (logits, keys, positions, temperature, rows)
+        torch.library.opcheck(torch.ops.qerl.sample_rows, arguments, test_utils=checks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize(
+    "rows, vocab_size, samples", [(1, 1, 1), (3, 5, 7), (1, 151_936, 4), (2, 1025, 9), (300, 9000, 400)]
+)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_gpu_draws_are_those_of_the_reference(rows: int, vocab_size: int, samples: int, temperature: float) -> None:
+    case = make_samples(rows, vocab_size, samples)
+    logits, keys, positions, index = (tensor.cuda() for tensor in case)
+    token_ids, logprobs = sample_rows(logits, keys, positions, temperature, index)
+    expected_ids, expected = reference.sample_rows(case[0], case[1], case[2], temperature, case[3])
+    # The exponentials of two devices differ in their last bits: a token beside the drawn one, once in 10^6 draws.
+    assert (token_ids.cpu() != expected_ids).sum() <= (1 if temperature else 0)
+    torch.testing.assert_close(logprobs.cpu(), expected, rtol=1e-6, atol=3e-6)
+    again = sample_rows(logits, keys, positions, temperature, index)
+    assert torch.equal(again[0], token_ids) and torch.equal(again[1], logprobs)
+
+
+@pytest.mark.gpu
+def test_gpu_counter_is_that_of_the_cpu() -> None:
+    from qerl.kernels.sampling import triton as kernels
+
+    keys, positions = torch.randint(0, 1 << 32, (500, 2)), torch.randint(0, 1 << 62, (500,))
+    out = torch.zeros(500, dtype=torch.float64, device="cuda")
+    kernels.uniforms_kernel[(500,)](keys.cuda(), positions.cuda(), out)
+    assert torch.equal(out.cpu(), reference.uniforms(keys, positions))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", [math.nan, math.inf])
+def test_gpu_marks_rows_without_a_distribution(row: float) -> None:
+    logits, keys, positions, _ = (t.cuda() for t in make_samples(4, 3000, 4))
+    logits[2, 2222] = row
+    token_ids, logprobs = sample_rows(logits, keys, positions, 1.0)
+    assert logprobs.isnan().tolist() == [False, False, True, False]
+    assert token_ids.min() >= 0 and token_ids.max() < 3000
+
+
+@pytest.mark.gpu
+def test_gpu_graph_draws_from_new_logits() -> None:
+    logits, keys, positions, _ = (t.cuda() for t in make_samples(8, 5000, 8))
+    expected = sample_rows(logits, keys, positions, 1.0)
+    shown = torch.zeros_like(logits)
+    sample_rows(shown, keys, positions, 1.0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        token_ids, logprobs = sample_rows(shown, keys, positions, 1.0)
+    shown.copy_(logits)
+    graph.replay()
+    assert torch.equal(token_ids, expected[0]) and torch.equal(logprobs, expected[1])
