@@ -56,6 +56,19 @@ def test_a_model_folder_is_measured_as_stored(tiny_checkpoints: dict[str, Path],
     assert row["weights"] == "bf16"
 
 
+def test_an_fp8_cache_is_named_and_counted(tiny_config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    arguments = ["--config-json", str(tiny_config), "--kv-dtype", "fp8", "--batch", "2", "--prompt", "8", "--new", "8"]
+    result = runner.invoke(app, ["bench", "rollout", *arguments, "--out", str(out), "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["kv_dtype"] == "fp8" and 1e-5 < row["parity"] < 0.1
+    plain = build_subject(tiny_config, weights="nvfp4", lora_rank=0, device="cpu")
+    small = build_subject(tiny_config, weights="nvfp4", lora_rank=0, kv_dtype="fp8", device="cpu")
+    saved = plain.step_bytes(2, 10) - small.step_bytes(2, 10)
+    assert saved == 2 * 10 * 3 * 2 * 2 * 2 * 16  # 3 bytes of each number; K and V, 2 layers, 2 heads of 16
+
+
 def test_long_tailed_lengths(tiny_config: Path, tmp_path: Path) -> None:
     out = tmp_path / "long.json"
     arguments = ["--config-json", str(tiny_config), "--lengths", "lognormal", "--mean-new", "12", "--max-new", "60"]
@@ -124,7 +137,7 @@ def test_kernel_rows(tiny_config: Path, tmp_path: Path) -> None:
     [
         (["rollout"], "one of them"),
         (["rollout", "--config-json", "missing.json"], "missing.json"),
-        (["rollout", "--config-json", "CONFIG", "--kv-dtype", "fp8"], "--kv-dtype fp8 is not supported"),
+        (["rollout", "--config-json", "CONFIG", "--kv-dtype", "int8"], "--kv-dtype int8 is not supported"),
         (["rollout", "--config-json", "CONFIG", "--head-dtype", "fp4"], "--head-dtype fp4 is not supported"),
         (["rollout", "--config-json", "CONFIG", "--weights", "int8"], "int8"),
         (["rollout", "--config-json", "CONFIG", "--weights", "auto"], "name the format"),

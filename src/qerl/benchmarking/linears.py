@@ -18,6 +18,7 @@ from qerl.benchmarking.timing import CheckFailedError, median_us, rms_ratio, rot
 from qerl.formats.base import get_format
 from qerl.kernels.quant_matmul import FEW_ROWS, quant_matmul_dx
 from qerl.nn.group import WeightGroup
+from qerl.nn.lora import LoraQuantLinear
 from qerl.nn.random_weights import random_group, random_lora_handles
 from qerl.rollout.lora import LoraShadows
 from qerl.rollout.runner import FusedLinear
@@ -29,6 +30,8 @@ ROUNDING = {torch.bfloat16: 0.0018, torch.float32: 1e-5}
 ALLOWED_OVER_DENSE, ALLOWED_DX, ALLOWED_LORA = 1.02, 1.15, 2.0
 CHECKED_ROWS = (1, 16, 33, 64, 128, 256)
 DX_FROM_ROWS = 2048
+# With this many rows a product takes long, and a weight read once from the cache changes nothing.
+MANY_ROWS, COPIES_AT_MANY_ROWS = 1024, 4
 ALL_FOUR = "fused"
 
 
@@ -67,9 +70,9 @@ def measure_linears(
         copies = rotation(_packed_bytes(bench.format, segments, k), device)
         groups = [random_group(bench.format, segments, k, dtype, device) for _ in range(copies)]
         check_group(f"{geometry.name}.{layer}", groups[0], dtype, bench.rows)
-        packed = [_forward(group, bench.lora_rank, dtype) for group in groups]
         if bench.lora_rank:
-            check_lora(f"{geometry.name}.{layer}", groups[0], packed[0], dtype)
+            check_lora(f"{geometry.name}.{layer}", groups[0], bench.lora_rank, dtype)
+        packed = [_forward(group, bench.lora_rank, dtype) for group in groups]
         dense_copies = rotation(sum(segments) * k * dtype.itemsize, device)
         dense = [random_group("bf16", segments, k, dtype, device).dense() for _ in range(dense_copies)]
         for m in bench.rows:
@@ -82,13 +85,16 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 def _forward(group: WeightGroup, rank: int, dtype: torch.dtype) -> Forward:
     """The group's product as the engine calls it, with LoRA of ``rank`` where it is not 0."""
-    if not rank:
-        return group.matmul
+    return _with_lora(group, rank, dtype)[0] if rank else group.matmul
+
+
+def _with_lora(group: WeightGroup, rank: int, dtype: torch.dtype) -> tuple[FusedLinear, list[LoraQuantLinear]]:
+    """The engine's fused linear with a random adapter, and the adapter layers of its members."""
     holder, projections = random_lora_handles(group, rank)
     shadows = LoraShadows(holder, dtype)
     fused = FusedLinear(projections, shadows)
     shadows.sync()
-    return fused
+    return fused, projections
 
 
 def _linear_row(
@@ -104,6 +110,8 @@ def _linear_row(
     group = groups[0]
     device, dtype = dense[0].device, ceilings.dtype
     n, k = group.out_features, group.in_features
+    if m >= MANY_ROWS:
+        groups, packed, dense = (copies[:COPIES_AT_MANY_ROWS] for copies in (groups, packed, dense))
     x = torch.randn(m, k, device=device, dtype=dtype)
     us = median_us(lambda i: packed[i](x), len(packed), device)
     bf16 = median_us(lambda i: F.linear(x, dense[i]), len(dense), device)
@@ -218,15 +226,14 @@ def check_group(name: str, group: WeightGroup, dtype: torch.dtype, rows: Sequenc
         raise CheckFailedError(f"{name}: error {error:.6f} of dX against fp64, allowed {limit}")
 
 
-def check_lora(name: str, group: WeightGroup, fused: FusedLinear, dtype: torch.dtype) -> None:
-    """Compare the fused product with the formula in fp64, from the shadows that the engine multiplies by.
+def check_lora(name: str, group: WeightGroup, rank: int, dtype: torch.dtype) -> None:
+    """Compare the product with a random adapter with fp64, from the fp32 masters.
 
     Raises:
         CheckFailedError: with the error.
     """
-    wide = dequantized(group).double()
-    for _, rank_rows, out_rows, b in fused.lora.parts:
-        wide[out_rows] += b.double() @ fused.lora.a[rank_rows].double()
+    fused, members = _with_lora(group, rank, dtype)
+    wide = dequantized(group).double() + torch.cat([member.get_delta_weight("default") for member in members]).double()
     x = torch.randn(16, group.in_features, device=wide.device, dtype=dtype)
     error, limit = rms_ratio(fused(x), x.double() @ wide.t()), ALLOWED_LORA * ROUNDING[dtype]
     if not error <= limit:

@@ -24,7 +24,7 @@ from qerl.rollout.kv_cache import blocks_for_tokens
 
 # Mean |log-prob engine - transformers| of a right engine stays well below; a wrong one is off by the spread of the
 # logits, which is about 1.
-PARITY_LIMIT = {"bf16": 0.1, "fp32": 1e-3}
+PARITY_LIMIT = {"bf16": 0.1, "fp32": 1e-3, "fp8": 0.1}
 # Decode steps of a warm-up with every sequence running.
 _WARM_UP_STEPS = 6
 # A batch size runs eagerly when it is first met and is captured the second time: after two warm-ups all are replayed.
@@ -190,7 +190,7 @@ def check_outputs(subject: Subject, prompts: list[list[int]], outputs: list[list
         if len(sample.token_ids) != new or not all(map(math.isfinite, sample.logprobs)):
             raise CheckFailedError(f"sample {index} has {len(sample.token_ids)} of {new} tokens, or infinite log-probs")
     parity = subject.parity(prompts[0], outputs[0][0])
-    limit = PARITY_LIMIT[subject.compute_dtype]
+    limit = PARITY_LIMIT[subject.kv_name]
     if not parity <= limit:
         raise CheckFailedError(
             f"engine and transformers differ by {parity:.4f} a token on average, over the limit of {limit}"
@@ -204,7 +204,7 @@ def _labels(subject: Subject) -> Row:
         "model": subject.name,
         "weights": subject.weights,
         "lora_rank": subject.lora_rank,
-        "kv_dtype": subject.compute_dtype,
+        "kv_dtype": subject.kv_name,
         "head_dtype": subject.compute_dtype,
     }
 

@@ -20,6 +20,7 @@ def serve(
     device: Device = "auto",
     max_model_len: MaxModelLen = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 256,
+    kv_dtype: Annotated[str, typer.Option(help="KV cache: auto (compute dtype) or fp8.")] = "auto",
 ) -> None:
     """Serve /v1/completions, /v1/chat/completions and /v1/models until interrupted."""
     from qerl.serving.run import check_exposure
@@ -40,4 +41,5 @@ def serve(
         device=device,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
+        kv_dtype=kv_dtype,
     )

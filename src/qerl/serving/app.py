@@ -36,6 +36,8 @@ class Server:
         self.worker = worker
         self.parser = parser
         self._api_key = api_key
+        # Tokenizers are not safe in several threads at once.
+        self._parsing = asyncio.Lock()
 
     def app(self) -> FastAPI:
         """The ASGI application."""
@@ -110,7 +112,8 @@ class Server:
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ApiError(f"the body is no JSON: {error}") from error
         # In a thread: rendering and tokenizing a long prompt would hold up every stream.
-        asked = await asyncio.to_thread(parse, body)
+        async with self._parsing:
+            asked = await asyncio.to_thread(parse, body)
         generation = Generation(self.worker, self.parser.tokenizer, asked)
         form = make_format(self.parser.model_name, asked.logprobs)
         if asked.stream:

@@ -64,12 +64,13 @@ def serve(
     device: str = "auto",
     max_model_len: int | None = None,
     max_num_seqs: int = 256,
+    kv_dtype: str = "auto",
 ) -> None:
     """Load ``model`` and serve it until interrupted.
 
     Args:
         name: that clients ask for; default: name of the folder.
-        max_model_len, max_num_seqs: see :func:`qerl.rollout.build.build_engine`.
+        max_model_len, max_num_seqs, kv_dtype: see :func:`qerl.rollout.build.build_engine`.
 
     Raises:
         UnprotectedServerError: an address that others can reach, without a key.
@@ -94,6 +95,7 @@ def serve(
         device=device,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
+        kv_dtype=kv_dtype,
     )
     if not isinstance(engine, RolloutEngine):
         raise UnsupportedArchitectureError(f"{model} runs on transformers' generation only, which cannot be served")
