@@ -1,13 +1,15 @@
 """The engine's view of LoRA: compute-dtype shadows of the fp32 masters, cast in place before each generation.
 
 A fused group needs one small matmul for all its A factors, so the shadow of A is the concatenation ``[sum(r), K]`` of
-its members; B stays one matrix per member, with the scaling folded in. Shadows are written in place: their addresses
-never change, so captured graphs stay valid. Base weights have no shadow at all.
+its members; the B of all members lie in one buffer (:class:`qerl.kernels.lora.PackedB`), with the scaling folded in,
+and one launch adds them all. Shadows are written in place: their addresses never change, so captured graphs stay valid.
+Base weights have no shadow at all.
 """
 
 import torch
 from torch import nn
 
+from qerl.kernels.lora import LoraSegment, PackedB, lora_expand, lora_shrink
 from qerl.nn.linear import QuantLinear
 from qerl.nn.lora import LoraQuantLinear, lora_layers
 
@@ -26,43 +28,45 @@ class GroupLora:
     """
 
     def __init__(self, members: list[LoraQuantLinear | None], starts: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.parts = []
-        row = 0
-        device = next(m for m in members if m is not None).base_layer.qweight.device
-        ranks = [_active(m)[0].weight.shape[0] for m in members if m is not None]
-        in_features = next(m for m in members if m is not None).in_features
-        self.a = torch.empty(sum(ranks), in_features, dtype=dtype, device=device)
-        for member, start in zip(members, starts, strict=True):
-            if member is None:
-                continue
+        placed = [(m, start) for m, start in zip(members, starts, strict=True) if m is not None]
+        self.members = [member for member, _ in placed]
+        first = self.members[0]
+        segments, ranks = [], 0
+        for member, start in placed:
             rank = _active(member)[0].weight.shape[0]
-            b = torch.empty(member.out_features, rank, dtype=dtype, device=device)
-            self.parts.append((member, slice(row, row + rank), slice(start, start + member.out_features), b))
-            row += rank
+            segments.append(LoraSegment(start, member.out_features, ranks, rank))
+            ranks += rank
+        device = first.base_layer.qweight.device
+        self.a = torch.empty(ranks, first.in_features, dtype=dtype, device=device)
+        self.b = PackedB(segments, dtype, device)
 
     def sync(self) -> None:
         """Cast the masters into the shadows (in place)."""
-        for member, rank_rows, _, b in self.parts:
+        for member, segment, b in zip(self.members, self.b.segments, self.b.views, strict=True):
             lora_a, lora_b, scaling = _active(member)
-            if lora_a.weight.shape[0] != rank_rows.stop - rank_rows.start:
+            if lora_a.weight.shape[0] != segment.rank:
                 raise AdapterMismatchError(
                     f"the active adapter has rank {lora_a.weight.shape[0]}, the engine was built for "
-                    f"{rank_rows.stop - rank_rows.start}: build a new engine after set_adapter"
+                    f"{segment.rank}: build a new engine after set_adapter"
                 )
-            self.a[rank_rows].copy_(lora_a.weight)
+            self.a[segment.rank_start : segment.rank_start + segment.rank].copy_(lora_a.weight)
             b.copy_(lora_b.weight * scaling)
 
+    @property
+    def active(self) -> tuple[bool, ...]:
+        """Which members are not disabled now."""
+        return tuple(not member.disable_adapters for member in self.members)
+
     def add_to(self, y: torch.Tensor, x: torch.Tensor) -> None:
-        """``y[:, segment] += (x A^T) B^T`` for every member; ``y`` [T, N] is mutated."""
-        enabled = [part for part in self.parts if not part[0].disable_adapters]
-        low_rank = x @ self.a.t() if enabled else None
-        for _, rank_rows, out_rows, b in enabled:
-            y[:, out_rows].addmm_(low_rank[:, rank_rows], b.t())
+        """``y[:, segment] += (x A^T) B^T`` for every member that is not disabled; ``y`` [T, N] is mutated."""
+        active = self.active
+        if any(active):
+            lora_expand(y, lora_shrink(x, self.a), self.b, active)
 
     @property
     def bytes(self) -> int:
         """Bytes of the shadows."""
-        return sum(t.numel() * t.element_size() for t in (self.a, *(part[3] for part in self.parts)))
+        return self.a.nbytes + self.b.buffer.nbytes
 
 
 def _active(layer: LoraQuantLinear) -> tuple[nn.Linear, nn.Linear, float]:

@@ -186,8 +186,8 @@ class DecoderRunner:
             tensors += [linear.group.packed for linear in linears]
             tensors += [linear.bias for linear in linears if linear.bias is not None]
         adapters = self.shadows.groups
-        tensors += [tensor for group in adapters for tensor in (group.a, *(part[3] for part in group.parts))]
-        enabled = [not part[0].disable_adapters for group in adapters for part in group.parts]
+        tensors += [tensor for group in adapters for tensor in (group.a, group.b.buffer)]
+        enabled = [is_active for group in adapters for is_active in group.active]
         return (*(tensor.data_ptr() for tensor in tensors), *enabled)
 
     def _attend(self, layer: Layer, index: int, x: torch.Tensor, batch: ForwardBatch, kv: KVCache) -> torch.Tensor:

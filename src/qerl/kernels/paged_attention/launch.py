@@ -87,6 +87,8 @@ def decode(
     fp8 = k_cache.dtype == torch.float8_e4m3fn
     if fp8:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    # Products in fp32 have no tensor core and take more registers than a limit would leave.
+    registers = None if q.dtype == torch.float32 else config.max_registers
     factor = _FP8_FACTOR if fp8 else 1.0
     pdl = dependent_launch(q.device)
     kernels.paged_attention_kernel[(num_kv_heads, slices, sequences)](
@@ -97,7 +99,7 @@ def decode(
         HEAD_DIM=head_dim, DIM_PADDED=dim_padded, BLOCK_SIZE=block_size,
         BLOCK_N=config.block_n, SLICES=slices, MIN_SLICE=config.min_slice,
         HEADS_PADDED=heads_padded, AT_ONCE=at_once, FP8=fp8, PDL=pdl,
-        num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
+        num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=registers,
         launch_pdl=pdl,
     )  # fmt: skip
     return out
