@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qerl.benchmarking.ceilings import Ceilings
+from qerl.benchmarking.decode_ops import measure_decode_ops
 from qerl.benchmarking.geometry import KNOWN, GeometryError, check_fits_cpu, geometry_of_values, read_config
 from qerl.benchmarking.kernels import measure_attention, measure_quantizer
 from qerl.benchmarking.lengths import lognormal_lengths
@@ -93,9 +94,13 @@ def test_a_wrong_product_is_not_timed() -> None:
 
 def test_rows_of_the_other_kernels() -> None:
     tiny = dataclasses.replace(KNOWN["7B"], layers=3, hidden=64, intermediate=128, heads=4, kv_heads=2, head_dim=16)
-    (row,) = measure_attention(tiny, CEILINGS, CPU, (2,), 40)
+    (row,) = measure_attention(tiny, CEILINGS, CPU, (2,), 40, "auto")
     # K and V of 2 x 40 tokens, 2 heads of 16 in fp32, over 100 bytes a microsecond.
     assert row["roofline_us"] == pytest.approx(2 * 2 * 40 * 2 * 16 * 4 / 100, abs=0.01)
+    (small,) = measure_attention(tiny, CEILINGS, CPU, (2,), 40, "fp8")
+    assert small["roofline_us"] == pytest.approx(row["roofline_us"] / 4, abs=0.01)
+    ops = measure_decode_ops(dataclasses.replace(tiny, vocab=300), CEILINGS, CPU, 2, rank=4)
+    assert len(ops) == 3 + 2 * 4 + 2 and len({row["op"] for row in ops}) == len(ops)
     rows = []
     measure_quantizer(tiny, "nvfp4", CPU, 1, rows.append)
     assert [row["method"] for row in rows] == ["rtn", "mse"]

@@ -23,22 +23,26 @@ _ATTENTION_LIMIT = {torch.bfloat16: 0.006, torch.float32: 1e-5}
 
 
 def measure_attention(
-    geometry: Geometry, ceilings: Ceilings, device: torch.device, batches: Sequence[int], context: int
+    geometry: Geometry, ceilings: Ceilings, device: torch.device, batches: Sequence[int], context: int, kv_dtype: str
 ) -> list[Row]:
     """Paged decode attention of one layer: time and share of the read ceiling, for each number of sequences.
+
+    Args:
+        kv_dtype: ``auto`` (the compute dtype) or ``fp8``.
 
     Raises:
         CheckFailedError: an output too far from the reference.
     """
     rows = []
     dtype = ceilings.dtype
+    cache_dtype = torch.float8_e4m3fn if kv_dtype == "fp8" else dtype
     heads, kv_heads, head_dim = geometry.heads, geometry.kv_heads, geometry.head_dim
     for batch in batches:
         width = -(-context // _BLOCK_SIZE)
-        kv_bytes = 2.0 * batch * context * kv_heads * head_dim * dtype.itemsize
+        kv_bytes = 2.0 * batch * context * kv_heads * head_dim * cache_dtype.itemsize
         copies = rotation(kv_bytes, device)
         shape = (copies, batch * width, _BLOCK_SIZE, kv_heads, head_dim)
-        k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+        k, v = (torch.randn(shape, device=device, dtype=dtype).to(cache_dtype) for _ in range(2))
         q = torch.randn(batch, heads, head_dim, device=device, dtype=dtype)
         table = torch.randperm(batch * width, device=device).int().view(batch, width)
         lens = torch.full((batch,), context, dtype=torch.int32, device=device)
@@ -55,7 +59,7 @@ def measure_attention(
             )
         us = median_us(lambda i, q=q, k=k, v=v, rest=rest: paged_attention_decode(q, k[i], v[i], *rest), copies, device)
         floor = kv_bytes / ceilings.read_bytes_per_us
-        row = {"model": geometry.name, "batch": batch, "context": context, "us": round(us, 2)}
+        row = {"model": geometry.name, "kv_dtype": kv_dtype, "batch": batch, "context": context, "us": round(us, 2)}
         rows.append(row | {"roofline_us": round(floor, 2), "roofline_share": round(floor / us, 4)})
     return rows
 

@@ -14,8 +14,8 @@ Row = dict[str, Any]
 
 
 _WORK = (
-    "engine", "model", "layer", "format", "method", "M", "layers", "lora_rank", "weights", "kv_dtype", "head_dtype",
-    "batch", "context", "prompt", "new", "sequences", "slots", "samples", "mean_new", "max_new",
+    "engine", "model", "layer", "op", "format", "method", "M", "layers", "lora_rank", "weights", "kv_dtype",
+    "head_dtype", "batch", "context", "prompt", "new", "sequences", "slots", "samples", "mean_new", "max_new",
 )  # fmt: skip
 
 

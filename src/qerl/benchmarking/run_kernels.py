@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from qerl.benchmarking.ceilings import Ceilings, measure_ceilings
+from qerl.benchmarking.decode_ops import measure_decode_ops
 from qerl.benchmarking.geometry import Geometry, check_fits_cpu
 from qerl.benchmarking.kernels import (
     ATTENTION_BATCHES,
@@ -81,8 +82,13 @@ def _measure(plan: KernelPlan, geometry: Geometry, ceilings: Ceilings, device: t
         measure_linears(geometry, bench, ceilings, device, lambda row: add("rows", row))
     if "attention" in plan.parts:
         batches = ATTENTION_BATCHES if device.type == "cuda" else (1, 2)
-        for row in measure_attention(geometry, ceilings, device, batches, ATTENTION_CONTEXT):
-            add("attention", row)
+        for kv_dtype in ("auto", "fp8"):
+            for row in measure_attention(geometry, ceilings, device, batches, ATTENTION_CONTEXT, kv_dtype):
+                add("attention", row)
+    if "decode_ops" in plan.parts:
+        for batch in ATTENTION_BATCHES if device.type == "cuda" else (1, 2):
+            for row in measure_decode_ops(geometry, ceilings, device, batch):
+                add("decode_ops", row)
     if "dequantize" in plan.parts:
         for row in measure_dequantize(geometry, plan.format, ceilings, device):
             add("dequantize", row)
@@ -102,7 +108,10 @@ def describe(part: str, row: Row) -> str:
             f"{row['bf16_us']:9.1f} us ({row['bf16_over_ours']:.2f}x)  {row['path']}{extra}"
         )
     if part == "attention":
-        return f"{row['model']:8} decode attention {row['batch']} x {row['context']}: {row['us']:.1f} us, {share}"
+        kind = "decode attention" + (", FP8 cache," if row["kv_dtype"] == "fp8" else "")
+        return f"{row['model']:8} {kind} {row['batch']} x {row['context']}: {row['us']:.1f} us, {share}"
+    if part == "decode_ops":
+        return f"{row['model']:8} {row['op']}, batch {row['batch']}: {row['us']:.2f} us, {share}"
     if part == "dequantize":
         return f"{row['model']:8} dequantize {row['layer']}: {row['us']:.1f} us, {share}"
     return (

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from qerl.benchmarking.geometry import Geometry
 
 DEFAULT_ROWS = "1,2,8,16,32,64,128,256,512,1024,2048,4096,8192"
-PARTS = ("linears", "attention", "dequantize", "quantizer")
+PARTS = ("linears", "attention", "decode_ops", "dequantize", "quantizer")
 # A pass over more weights than this takes minutes on a CPU.
 CPU_PARAMETER_LIMIT = 1_000_000_000
 
