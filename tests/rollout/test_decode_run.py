@@ -15,7 +15,7 @@ from hash_runner import (
 from qerl.rollout.core import NonFiniteLogitsError, SamplingParams
 from qerl.rollout.decode_step import bucket_sizes
 from qerl.rollout.engine import EngineConfig
-from qerl.rollout.graphs import MAX_DISTRIBUTIONS, StepGraphs
+from qerl.rollout.graphs import MAX_KINDS, StepGraphs
 from qerl.rollout.kv_cache import blocks_for_tokens
 
 
@@ -125,16 +125,41 @@ def test_graphs_are_kept_between_calls_and_void_when_an_address_changes() -> Non
 def test_graphs_of_the_least_recent_distributions_are_dropped() -> None:
     ran: list[tuple[str, int]] = []
     graphs = StepGraphs(lambda step: lambda: ran.append(("replay", step())))
-    for kind in range(MAX_DISTRIBUTIONS + 1):
+    for kind in range(MAX_KINDS + 1):
         for _ in range(3):
             graphs.run(kind, 4, lambda kind=kind: ran.append(("eager", kind)))
-    assert graphs.captures == MAX_DISTRIBUTIONS + 1
+    assert graphs.captures == MAX_KINDS + 1
     assert graphs.replays == 2 * graphs.captures
     before = graphs.captures
     for kind in (1, 0):
         graphs.run(kind, 4, lambda: None)
         graphs.run(kind, 4, lambda: None)
     assert graphs.captures == before + 1, "1 was kept, 0 was not"
+
+
+def test_truncated_and_mixed_sampling_leaves_the_graph_and_stays_right() -> None:
+    prompts, truncated = random_prompts(random.Random(1), 8, 9), SamplingParams(max_tokens=20, n=2, top_k=5, top_p=0.9)
+    graphed, plain = make_engine(GraphedEngine), make_engine()
+    for _ in range(2):
+        assert graphed.generate(prompts, truncated) == plain.generate(prompts, truncated)
+    assert graphed.stats.graph_replays == graphed.stats.decode_steps
+    ways = [
+        SamplingParams(max_tokens=15, ignore_eos=True, seed=3),
+        SamplingParams(max_tokens=9, temperature=0.0),
+        SamplingParams(max_tokens=15, n=3, top_k=4),
+        SamplingParams(max_tokens=12, temperature=0.7, stop_token_ids=(4,)),
+    ]
+    alone = [plain.generate([prompts[i]], way) for i, way in enumerate(ways)]
+    with graphed.open_session() as session:
+        # Interleaved, so that rows that draw alike do not arrive together.
+        ids = [session.add(prompts[i], way) for _ in range(2) for i, way in enumerate(ways)]
+        tokens: dict[tuple[int, int], list[int]] = {}
+        while session.has_unfinished:
+            for output in session.step():
+                tokens.setdefault((output.request_id, output.sample_index), []).append(output.token_id)
+    assert graphed.stats.graph_replays > 0
+    for request, (way, [samples]) in zip(ids, [*zip(ways, alone, strict=True)] * 2, strict=True):
+        assert [tokens[request, i] for i in range(way.n)] == [sample.token_ids for sample in samples]
 
 
 def test_nan_in_a_step_in_flight_is_named() -> None:

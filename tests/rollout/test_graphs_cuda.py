@@ -143,3 +143,30 @@ def test_session_rows_are_graphed_and_equal_generate(tmp_path: Path) -> None:
     assert engine.stats.graph_replays > 0
     # generate keys prompt 0 of step 0 as a session keys every request.
     assert tokens[ids[0]][:4] == engine.generate(PROMPTS[:1], sampling)[0][0].token_ids[:4]
+
+
+def test_rows_that_draw_differently_share_a_captured_forward(tmp_path: Path) -> None:
+    model = policy(tmp_path)
+    ways = [
+        SamplingParams(max_tokens=40, seed=7, ignore_eos=True),
+        SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True),
+        SamplingParams(max_tokens=40, n=3, top_p=0.9, ignore_eos=True),
+        SamplingParams(max_tokens=20, temperature=0.7, top_k=20, ignore_eos=True),
+    ]
+
+    def run(engine: RolloutEngine) -> dict[tuple[int, int], list[float]]:
+        found: dict[tuple[int, int], list[float]] = {}
+        with engine.open_session() as session:
+            for prompt, way in zip(PROMPTS, ways, strict=True):
+                session.add(prompt, way)
+            while session.has_unfinished:
+                for output in session.step():
+                    key = (output.request_id, output.sample_index)
+                    found.setdefault(key, []).extend((output.token_id, output.logprob))
+        return found
+
+    graphed, eager = engine_of(model), engine_of(model, cuda_graphs=False)
+    expected = run(eager)
+    for _ in range(2):
+        assert run(graphed) == expected
+    assert graphed.stats.graph_replays == graphed.stats.decode_steps > 30

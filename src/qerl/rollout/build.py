@@ -33,6 +33,7 @@ def make_engine(
     max_num_seqs: int = 256,
     memory_bytes: int | None = None,
     kv_dtype: Literal["auto", "fp8"] = "auto",
+    cuda_graphs: bool = True,
 ) -> RolloutEngine | TransformersEngine:
     """An engine over ``model`` (which may be PEFT-wrapped).
 
@@ -42,7 +43,7 @@ def make_engine(
         backend: ``engine``, ``transformers`` or ``auto`` (engine, with a logged fallback).
         max_num_seqs: sequences decoded at once.
         memory_bytes: bytes for the KV cache; None: what a call needs at most.
-        kv_dtype: see :class:`~qerl.rollout.engine.EngineConfig`.
+        kv_dtype, cuda_graphs: see :class:`~qerl.rollout.engine.EngineConfig`.
 
     Raises:
         UnsupportedArchitectureError: ``backend="engine"`` and the runner does not know the model.
@@ -75,6 +76,7 @@ def make_engine(
         max_model_len=min(useful, runner.max_position),
         memory_bytes=memory_bytes,
         kv_dtype=kv_dtype,
+        cuda_graphs=cuda_graphs,
     )
     engine = RolloutEngine(runner, eos, config)
     if memory_bytes is not None:
@@ -135,6 +137,7 @@ def build_engine(
     max_model_len: int | None = None,
     max_num_seqs: int = 256,
     kv_dtype: Literal["auto", "fp8"] = "auto",
+    cuda_graphs: bool = True,
 ) -> tuple[RolloutEngine | TransformersEngine, PreTrainedTokenizerBase, nn.Module]:
     """Load model, tokenizer and adapter from local folders and put an engine over them.
 
@@ -143,7 +146,7 @@ def build_engine(
         weights: see :func:`qerl.nn.loading.load_model`.
         adapter: PEFT adapter folder, or a training run / checkpoint that holds one.
         max_model_len: default: the model's positions, at most 4096.
-        kv_dtype: see :class:`~qerl.rollout.engine.EngineConfig`.
+        kv_dtype, cuda_graphs: see :class:`~qerl.rollout.engine.EngineConfig`.
     """
     path = Path(model_path)
     if not (path / "config.json").is_file():
@@ -159,5 +162,6 @@ def build_engine(
         max_model_len=max_model_len or min(positions, DEFAULT_MAX_MODEL_LEN),
         max_num_seqs=max_num_seqs,
         kv_dtype=kv_dtype,
+        cuda_graphs=cuda_graphs,
     )
     return engine, tokenizer, model

@@ -10,20 +10,23 @@ it is freed with the others. Work on one stream is ordered, so a freed block may
 """
 
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+import torch
 
 from qerl.rollout import decode_step as fields
-from qerl.rollout.core import FinishReason, NonFiniteLogitsError, Runner
-from qerl.rollout.decode_step import DecodeBuffers, decode_step, padding_column
+from qerl.rollout.core import FinishReason, NonFiniteLogitsError, Runner, SamplingParams
+from qerl.rollout.decode_step import DecodeBuffers, draw_rows, forward_rows, padding_column
 from qerl.rollout.graphs import StepGraphs
 from qerl.rollout.kv_cache import NULL_BLOCK, KVCache
 from qerl.rollout.scheduler import Prefix, Sample, ScheduledStep, Scheduler
 
 # Tokens of a sample kept in arrays before they move into its lists.
 _HISTORY = 64
-# Freed slots are refilled once this share of the batch is free: the scheduler's work costs about one decode step.
+# A call refills freed slots once this share of the batch is free: planning costs a good part of a decode step.
 _REFILL_SHARE = 64
 
 
@@ -75,11 +78,12 @@ class DecodeRun:
     """Decodes over ``scheduler``'s running samples; mutates them, its block tables and ``kv``.
 
     ``enter`` with a step for which :func:`can_decode` holds, then ``launch`` and ``collect``, and ``leave`` once
-    nothing is in flight.
+    nothing is in flight. ``eager_refill``: waiting work takes the first slot that is freed, as someone waits for it.
     """
 
-    def __init__(self, decoder: Decoder, kv: KVCache, scheduler: Scheduler) -> None:
+    def __init__(self, decoder: Decoder, kv: KVCache, scheduler: Scheduler, *, eager_refill: bool) -> None:
         self.decoder = decoder
+        self.eager_refill = eager_refill
         self.kv = kv
         self.scheduler = scheduler
         self.active = False
@@ -89,8 +93,8 @@ class DecodeRun:
         self._table = np.full((rows, width), NULL_BLOCK, dtype=np.int32)
         self._samples: list[Sample] = []
         self._order = np.zeros(0, dtype=np.int64)
-        self._token, self._position, self._end, self._room, self._last_row, self._fill = (
-            np.zeros(slots, dtype=np.int64) for _ in range(6)
+        self._token, self._position, self._end, self._room, self._last_row, self._fill, self._kind = (
+            np.zeros(slots, dtype=np.int64) for _ in range(7)
         )
         self._keys = np.zeros((2, slots), dtype=np.int64)
         self._live = np.zeros(slots, dtype=bool)
@@ -108,7 +112,12 @@ class DecodeRun:
 
     def enter(self, step: ScheduledStep) -> None:
         """Take over the samples of ``step``, whose blocks are reserved and whose copies are made."""
-        samples: list[Sample] = [chunk.owner for chunk in step.chunks]
+        # Rows that draw alike lie together, so that they can be sampled together.
+        kinds: dict[Hashable, int] = {}
+        for chunk in step.chunks:
+            kinds.setdefault(chunk.owner.prefix.sampling.distribution, len(kinds))
+        chunks = sorted(step.chunks, key=lambda chunk: kinds[chunk.owner.prefix.sampling.distribution])
+        samples: list[Sample] = [chunk.owner for chunk in chunks]
         count = len(samples)
         self.active, self.interrupted = True, False
         self._samples = samples
@@ -117,7 +126,8 @@ class DecodeRun:
         size = self.kv.block_size
         for slot, sample in enumerate(samples):
             self._table[slot, : len(sample.blocks)] = sample.blocks
-        self._position[:count] = [chunk.start for chunk in step.chunks]
+        self._position[:count] = [chunk.start for chunk in chunks]
+        self._kind[:count] = [kinds[sample.prefix.sampling.distribution] for sample in samples]
         self._token[:count] = [sample.token_ids[-1] for sample in samples]
         self._end[:count] = [len(s.prefix.token_ids) + s.prefix.sampling.max_tokens for s in samples]
         self._room[:count] = [len(sample.blocks) * size for sample in samples]
@@ -125,7 +135,7 @@ class DecodeRun:
         self._last_row[:count] = -1
         self._fill[:count] = 0
         self._live[:count] = True
-        self._freed, self._refill_at = 0, max(1, count // _REFILL_SHARE)
+        self._freed, self._refill_at = 0, 1 if self.eager_refill else max(1, count // _REFILL_SHARE)
         self.decoder.buffers.upload_table(self._table)
 
     def launch(self) -> int:
@@ -243,15 +253,36 @@ class DecodeRun:
         stage[fields.CELL_INDEX :, : cells.shape[1]] = cells
 
     def _run(self, size: int, longest: int) -> None:
-        decoder = self.decoder
-        sampling = self._samples[self._order[0]].prefix.sampling
+        """Forward and sampling of ``size`` rows, captured whole or the forward alone.
+
+        Truncated sampling stays outside: it is dozens of ops beside a sort of the vocabulary, and a server may see any
+        number of such settings. So does sampling in more than one way.
+        """
+        decoder, buffers, graphs = self.decoder, self.decoder.buffers, self.decoder.graphs
         # A graph serves every length. The kernel reads lengths on the device, so a generous bound costs nothing.
-        bound = self._table.shape[1] * self.kv.block_size if decoder.graphs.enabled else longest
+        bound = self._table.shape[1] * self.kv.block_size if graphs.enabled else longest
 
-        def step() -> None:
-            decode_step(decoder.runner, self.kv, decoder.buffers, sampling, size, bound)
+        def forward() -> torch.Tensor:
+            return forward_rows(decoder.runner, self.kv, buffers, size, bound)
 
-        decoder.graphs.run(sampling.distribution, size, step)
+        groups = self._groups()
+        sampling = groups[0][0]
+        if len(groups) == 1 and not sampling.truncates:
+            graphs.run(sampling.distribution, size, lambda: draw_rows(buffers, forward(), sampling, 0))
+            return
+        if graphs.enabled:
+            logits = buffers.logits(size, decoder.runner.vocab_size)
+            graphs.run("forward alone", size, lambda: logits.copy_(forward()))
+        else:
+            logits = forward()
+        for sampling, start, end in groups:
+            draw_rows(buffers, logits[start:end], sampling, start)
+
+    def _groups(self) -> list[tuple[SamplingParams, int, int]]:
+        """(how, first row, end) of each run of rows that draw alike."""
+        kinds = self._kind[self._order]
+        bounds = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(kinds)]
+        return [(self._samples[self._order[start]].prefix.sampling, start, end) for start, end in pairwise(bounds)]
 
     def _retire(self, slots: np.ndarray) -> None:
         """Take samples out of the batch and free their blocks; their last tokens may still be in flight."""
@@ -288,9 +319,7 @@ class DecodeRun:
 
 
 def can_decode(step: ScheduledStep, scheduler: Scheduler) -> bool:
-    """True when ``step`` gives every running sample its next token, does nothing else, and all draw alike."""
-    if len(step.chunks) != len(scheduler.running):
-        return False
-    if any(chunk.count != 1 or not chunk.samples_from_last or isinstance(chunk.owner, Prefix) for chunk in step.chunks):
-        return False
-    return len({chunk.owner.prefix.sampling.distribution for chunk in step.chunks}) == 1
+    """True when ``step`` gives every running sample its next token and does nothing else."""
+    return len(step.chunks) == len(scheduler.running) and all(
+        chunk.count == 1 and chunk.samples_from_last and isinstance(chunk.owner, Sample) for chunk in step.chunks
+    )

@@ -1,10 +1,11 @@
 """The device half of a decode step: one token in, one token out for every row, over tensors that never move.
 
-A step reads nothing but static buffers and the KV pool, so it can be captured in a CUDA graph and replayed; on the CPU
-the same function simply runs. The host sends one small matrix a step (:class:`DecodeBuffers`): where each row's input
-token comes from (the row of the *previous* step that sampled it, which the host need not know yet, or a value), its
-position, KV slot, random key and row of the block table. Tokens and log-probs come back through a ring of pinned
-buffers, so the next step can be launched before the last one's tokens are read.
+A step (:func:`forward_rows`, then :func:`draw_rows`) reads nothing but static buffers and the KV pool, so it can be
+captured in a CUDA graph and replayed; on the CPU the same functions simply run. The host sends one small matrix a step
+(:class:`DecodeBuffers`): where each row's input token comes from (the row of the *previous* step that sampled it, which
+the host need not know yet, or a value), its position, KV slot, random key and row of the block table. Tokens and
+log-probs come back through a ring of pinned buffers, so the next step can be launched before the last one's tokens are
+read.
 
 The number of rows is rounded up to a bucket. Padding rows feed token 0 at position 0 into the null block with a context
 of one token: always finite, never read by others.
@@ -66,6 +67,7 @@ class DecodeBuffers:
         self.results = torch.zeros(3, capacity, dtype=torch.float64, device=device)
         self.rows = torch.arange(capacity, dtype=torch.int64, device=device)
         self.bounds = torch.arange(capacity + 1, dtype=torch.int32, device=device)
+        self._logits: torch.Tensor | None = None
         pinned = device.type == "cuda"
         self._staging = [torch.zeros(_NUM_FIELDS, capacity, dtype=torch.int64, pin_memory=pinned) for _ in range(depth)]
         self._staging_arrays = [tensor.numpy() for tensor in self._staging]
@@ -79,6 +81,12 @@ class DecodeBuffers:
     def depth(self) -> int:
         """Places of the rings."""
         return len(self._returned)
+
+    def logits(self, size: int, vocab_size: int) -> torch.Tensor:
+        """fp32 [size, vocab_size] at a fixed address, for logits that leave a graph; allocated at the first call."""
+        if self._logits is None:
+            self._logits = torch.zeros(len(self.tokens), vocab_size, dtype=torch.float32, device=self.device)
+        return self._logits[:size]
 
     def staging(self, turn: int) -> np.ndarray:
         """The host's matrix int64 [9, capacity] of a turn, once the turn that used it before is done."""
@@ -115,15 +123,13 @@ class DecodeBuffers:
         return self._returned_arrays[turn % self.depth]
 
 
-def decode_step(
-    runner: Runner, kv: KVCache, buffers: DecodeBuffers, sampling: SamplingParams, size: int, max_context_len: int
-) -> None:
-    """Forward, sample and keep the tokens for the first ``size`` rows of ``buffers`` (its tokens and results, and
-    ``kv``, are mutated). Nothing waits for the device, nothing depends on values that the host holds.
+def forward_rows(runner: Runner, kv: KVCache, buffers: DecodeBuffers, size: int, max_context_len: int) -> torch.Tensor:
+    """Logits fp32 [size, V] of the first ``size`` rows of ``buffers`` (``kv`` is mutated). Nothing waits for the
+    device, nothing depends on values that the host holds.
 
     ``max_context_len`` bounds the context of every row; it matters only where attention gathers the cache.
     """
-    source, token, positions, slots, key_low, key_high, table_row = buffers.inputs[:CELL_INDEX, :size].unbind(0)
+    source, token, positions, slots, _, _, table_row = buffers.inputs[:CELL_INDEX, :size].unbind(0)
     sampled_before = buffers.tokens.index_select(0, source.clamp_min(0))
     batch = ForwardBatch(
         token_ids=torch.where(source < 0, token, sampled_before),
@@ -137,11 +143,18 @@ def decode_step(
         logits_index=buffers.rows[:size],
         segments=(Segment("decode", 0, size, 0, size, 1, max_context_len),),
     )
-    logits = runner.forward(batch, kv)
-    drawn = sample(logits, sampling, torch.stack((key_low, key_high), dim=-1), positions + 1)
-    buffers.tokens[:size].copy_(drawn.token_ids)
+    return runner.forward(batch, kv)
+
+
+def draw_rows(buffers: DecodeBuffers, logits: torch.Tensor, sampling: SamplingParams, start: int) -> None:
+    """Draw for the rows of ``logits`` fp32 [R, V], which are the rows from ``start`` on; their tokens and results in
+    ``buffers`` are mutated."""
+    rows = slice(start, start + logits.shape[0])
+    keys = torch.stack((buffers.inputs[KEY_LOW, rows], buffers.inputs[KEY_HIGH, rows]), dim=-1)
+    drawn = sample(logits, sampling, keys, buffers.inputs[POSITION, rows] + 1)
+    buffers.tokens[rows].copy_(drawn.token_ids)
     for field, values in enumerate((drawn.token_ids, drawn.logprobs, drawn.temperature_logprobs)):
-        buffers.results[field, :size].copy_(values)
+        buffers.results[field, rows].copy_(values)
 
 
 def padding_column(null_row: int) -> Sequence[int]:

@@ -194,7 +194,7 @@ class RolloutEngine:
             BlockAllocator(kv.num_blocks), config.block_size, config.max_num_seqs, config.max_batch_tokens
         )
         self._busy_with = name
-        return StepLoop(self.decoder, kv, self.scheduler, self.stats)
+        return StepLoop(self.decoder, kv, self.scheduler, self.stats, eager_refill=name != "generate")
 
     def _make_decoder(self) -> Decoder:
         """Static buffers for decode steps; graphs, look-ahead and rounding of batch sizes only where they pay."""

@@ -1,10 +1,10 @@
 """Decode steps in CUDA graphs: one launch instead of hundreds.
 
-A graph is captured for a batch size and a sampling distribution, when that pair is wanted for the second time: the
-first time runs eagerly, which compiles the kernels and is a step like any other. Graphs share one memory pool, which is
-sound because they run one after another and leave their results in static buffers outside it. They hold addresses, so
-they live as long as the KV pool and every tensor of the model stay where they are (``fingerprint``); values may change
-in between: an optimizer step or noise in a norm's slot reaches the next replay.
+A graph is captured for a batch size and a kind of step (how it samples), when that pair is wanted for the second time:
+the first time runs eagerly, which compiles the kernels and is a step like any other. Graphs share one memory pool,
+which is sound because they run one after another and leave their results in static buffers outside it. They hold
+addresses, so they live as long as the KV pool and every tensor of the model stay where they are (``fingerprint``);
+values may change in between: an optimizer step or noise in a norm's slot reaches the next replay.
 """
 
 from collections import OrderedDict
@@ -12,10 +12,10 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-# Distributions whose graphs are kept; a server may see any number of temperatures.
-MAX_DISTRIBUTIONS = 4
+# Kinds of steps whose graphs are kept; a server may see any number of temperatures.
+MAX_KINDS = 4
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 Capture = Callable[[Step], Step]
 
 
@@ -31,7 +31,7 @@ class StepGraphs:
         self.replays = 0
         self._capture = capture
         self._fingerprint: Hashable = None
-        # distribution -> size -> the replayable step, or None after the first run.
+        # kind -> size -> the replayable step, or None after the first run.
         self._steps: OrderedDict[Hashable, dict[int, Step | None]] = OrderedDict()
 
     @property
@@ -45,14 +45,17 @@ class StepGraphs:
             self._steps.clear()
             self._fingerprint = fingerprint
 
-    def run(self, distribution: Hashable, size: int, step: Step) -> None:
-        """Run ``step`` of ``size`` rows, from a graph if there is one or if it is time to capture it."""
+    def run(self, kind: Hashable, size: int, step: Step) -> None:
+        """Run ``step`` of ``size`` rows, from a graph if there is one or if it is time to capture it.
+
+        Steps of one kind (a sampling distribution) and size must be the same work on the same tensors.
+        """
         if self._capture is None:
             step()
             return
-        steps = self._steps.setdefault(distribution, {})
-        self._steps.move_to_end(distribution)
-        if len(self._steps) > MAX_DISTRIBUTIONS:
+        steps = self._steps.setdefault(kind, {})
+        self._steps.move_to_end(kind)
+        if len(self._steps) > MAX_KINDS:
             self._steps.popitem(last=False)
         if size not in steps:
             steps[size] = None
@@ -65,6 +68,10 @@ class StepGraphs:
         steps[size]()
 
 
+class GraphCaptureError(RuntimeError):
+    """A decode step could not be captured."""
+
+
 class CudaCapture:
     """Captures steps on one device into graphs that share a memory pool."""
 
@@ -74,12 +81,21 @@ class CudaCapture:
             self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, step: Step) -> Step:
-        """Record ``step`` (it does not run) and return its replay."""
+        """Record ``step`` (it does not run) and return its replay.
+
+        Raises:
+            GraphCaptureError: the step waits for the device, or CUDA refused.
+        """
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads (data loading, a server) may use CUDA meanwhile.
-        with (
-            torch.cuda.device(self._device),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-        ):
-            step()
+        try:
+            with (
+                torch.cuda.device(self._device),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
+                step()
+        except RuntimeError as error:
+            raise GraphCaptureError(
+                f"a decode step could not be captured in a CUDA graph ({error}); cuda_graphs=False decodes without"
+            ) from error
         return graph.replay

@@ -1,8 +1,9 @@
 """One step after another over a scheduler: schedule, run the model, sample, append.
 
-:class:`StepLoop` serves both a ``generate`` call and a session. Steps with prefill, or with samples that draw from
-different distributions, are built from lists and run synchronously. When every running sample wants one token of one
-distribution, :class:`~qerl.rollout.decode_run.DecodeRun` takes over: static buffers, CUDA graphs, look-ahead.
+:class:`StepLoop` serves both a ``generate`` call and a session. Steps with prefill are built from lists and run
+synchronously. When every running sample wants one token, :class:`~qerl.rollout.decode_run.DecodeRun` takes over: static
+buffers, CUDA graphs, look-ahead. Samples that draw from different distributions share the forward pass and are drawn
+group by group.
 """
 
 import time
@@ -18,9 +19,14 @@ from qerl.rollout.scheduler import Chunk, Prefix, ScheduledStep, Scheduler
 
 
 class StepLoop:
-    """Runs what ``scheduler`` plans over ``kv`` and counts it in ``stats`` (both are mutated)."""
+    """Runs what ``scheduler`` plans over ``kv`` and counts it in ``stats`` (all are mutated).
 
-    def __init__(self, decoder: Decoder, kv: KVCache, scheduler: Scheduler, stats: EngineStats) -> None:
+    ``eager_refill``: see :class:`~qerl.rollout.decode_run.DecodeRun`.
+    """
+
+    def __init__(
+        self, decoder: Decoder, kv: KVCache, scheduler: Scheduler, stats: EngineStats, *, eager_refill: bool
+    ) -> None:
         self.runner = decoder.runner
         self.kv = kv
         self.scheduler = scheduler
@@ -28,7 +34,7 @@ class StepLoop:
         self.finished = 0
         self._decoder = decoder
         self._graphs_before = decoder.graphs.captures, decoder.graphs.replays
-        self._run = DecodeRun(decoder, kv, scheduler)
+        self._run = DecodeRun(decoder, kv, scheduler, eager_refill=eager_refill)
         if decoder.graphs.enabled:
             decoder.graphs.validate((kv.k.data_ptr(), kv.v.data_ptr(), kv.k.shape, self.runner.capture_key()))
 
