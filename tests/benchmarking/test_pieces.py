@@ -64,7 +64,8 @@ def test_the_floor_is_the_larger_of_bytes_and_flops() -> None:
 
 
 def test_rotation_walks_past_the_cache_on_a_gpu_only() -> None:
-    assert rotation(1e6, torch.device("cuda")) * 1e6 >= 260e6
+    assert rotation(7e6, torch.device("cuda")) * 7e6 >= 260e6
+    assert rotation(1.0, torch.device("cuda"), most=5) == 5
     assert rotation(1e9, torch.device("cuda")) == 1
     assert rotation(1e6, CPU) == 1
 

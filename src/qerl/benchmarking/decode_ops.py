@@ -24,6 +24,8 @@ _CHECKED_ROWS = 8
 _BLOCK_SIZE = 16
 # Small operands are rotated over this many copies at most.
 _MAX_COPIES = 8
+# A factors are small: 229 kB for 7B at rank 32.
+_MOST_FACTORS = 2048
 _POSITIONS = 4096
 
 
@@ -131,7 +133,7 @@ def _lora(
     starts = [sum(segments[:index]) for index in range(len(segments))]
     members = [LoraSegment(start, n, rank * i, rank) for i, (start, n) in enumerate(zip(starts, segments, strict=True))]
     ranks, every = rank * len(members), (True,) * len(members)
-    copies = rotation(ranks * k * dtype.itemsize, device)
+    copies = rotation(ranks * k * dtype.itemsize, device, _MOST_FACTORS)
     x = torch.randn(batch, k, device=device).to(dtype)
     a = (torch.randn(copies, ranks, k, device=device) / k**0.5).to(dtype)
     u = lora_shrink(x, a[0])

@@ -16,11 +16,14 @@ class CheckFailedError(ValueError):
     """A result that is too far from its reference; its time would mean nothing."""
 
 
-def rotation(num_bytes: float, device: torch.device) -> int:
-    """How many copies of an operand of ``num_bytes`` a pass must walk through; 1 on the CPU."""
+def rotation(num_bytes: float, device: torch.device, most: int = 128) -> int:
+    """How many copies of an operand of ``num_bytes`` a pass must walk through; 1 on the CPU.
+
+    At most ``most``: operands so small that more were needed stay in the cache, which only tests meet.
+    """
     if device.type != "cuda":
         return 1
-    return max(1, round(BYTES_PAST_CACHE / num_bytes + 0.5))
+    return min(most, max(1, round(BYTES_PAST_CACHE / num_bytes + 0.5)))
 
 
 def median_us(call: Callable[[int], object], copies: int, device: torch.device) -> float:
