@@ -33,8 +33,8 @@ def _keep_logging(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_rollouts_replay_graphs_and_agree_with_transformers(config: Path, tmp_path: Path, kv_dtype: str) -> None:
     out = tmp_path / "r.json"
-    arguments = ["--config-json", str(config), "--batch", "1,5", "--prompt", "33", "--new", "64", "--out", str(out),
-                 "--weights", "nvfp4,nf4,bf16", "--lora-rank", "0,8", "--kv-dtype", kv_dtype, "--prefill", "4x65"]  # fmt: skip
+    arguments = ["--config-json", str(config), "--batch", "1,5", "--prompt", "33", "--new", "64", "--out", str(out)]
+    arguments += ["--weights", "nvfp4,nf4,bf16", "--lora-rank", "0,8", "--kv-dtype", kv_dtype, "--prefill", "4x65"]
     result = runner.invoke(app, ["bench", "rollout", *arguments])
     assert result.exit_code == 0, result.output
     rows = json.loads(out.read_text())["rows"]
@@ -57,19 +57,9 @@ def test_long_tailed_rollouts(config: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("format", "rank"), [("nvfp4", 0), ("nvfp4", 32), ("nf4", 0)])
 def test_kernels(config: Path, tmp_path: Path, format: str, rank: int) -> None:
     out = tmp_path / "k.json"
-    arguments = [
-        "--config-json",
-        str(config),
-        "--format",
-        format,
-        "--rows",
-        "1,16,64,65,2048",
-        "--lora-rank",
-        str(rank),
-    ]
-    result = runner.invoke(
-        app, ["bench", "kernels", *arguments, "--lora-rank", str(rank), "--quantizer-layers", "1", "--out", str(out)]
-    )
+    arguments = ["--config-json", str(config), "--format", format, "--rows", "1,16,64,65,2048", "--out", str(out)]
+    arguments += ["--lora-rank", str(rank), "--quantizer-layers", "1"]
+    result = runner.invoke(app, ["bench", "kernels", *arguments])
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
     assert len(written["rows"]) == 25
