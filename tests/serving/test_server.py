@@ -150,6 +150,16 @@ def test_a_client_that_leaves_frees_its_blocks(running, stream: bool) -> None:
     assert running.engine.stats.generated_tokens - before < 8 * 350
 
 
+def test_a_client_that_leaves_before_its_body_is_no_error(running, caplog: pytest.LogCaptureFixture) -> None:
+    host, port = running.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        time.sleep(0.1)
+    time.sleep(0.1)
+    assert httpx.get(f"{running.url}/health").status_code == 200
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 @pytest.mark.parametrize(
     ("body", "status", "word"),
     [

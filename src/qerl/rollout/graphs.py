@@ -79,6 +79,9 @@ class CudaCapture:
         self._device = device
         with torch.cuda.device(device):
             self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(device)
+        # torch refuses a pool whose graphs are all gone, so one graph stays as long as the pool.
+        self._anchor = self(lambda: torch.zeros(1, device=device))
 
     def __call__(self, step: Step) -> Step:
         """Record ``step`` (it does not run) and return its replay.
@@ -91,7 +94,9 @@ class CudaCapture:
         try:
             with (
                 torch.cuda.device(self._device),
-                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+                # A capture that fails leaves its own stream current; this puts ours back.
+                torch.cuda.stream(torch.cuda.current_stream(self._device)),
+                torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
             ):
                 step()
         except RuntimeError as error:

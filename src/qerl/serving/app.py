@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from qerl.serving.choices import Piece
 from qerl.serving.errors import ApiError
@@ -44,6 +45,7 @@ class Server:
         app = FastAPI(title="qerl", lifespan=self._lifespan, openapi_url=None)
         app.add_exception_handler(ApiError, _api_error)
         app.add_exception_handler(HTTPException, _http_error)
+        app.add_exception_handler(ClientDisconnect, _client_gone)
         app.add_exception_handler(RequestValidationError, _validation_error)
         app.get("/health")(self.health)
         app.get("/v1/models")(self.models)
@@ -199,6 +201,11 @@ async def _api_error(request: Request, error: ApiError) -> JSONResponse:
 async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
     body = ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code).body()
     return JSONResponse(body, status_code=error.status_code)
+
+
+async def _client_gone(request: Request, error: ClientDisconnect) -> Response:
+    """The client left before its body had arrived."""
+    return Response(status_code=_CLIENT_GONE)
 
 
 async def _validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
