@@ -43,7 +43,9 @@ def run_server(model: Path, key: str | None = None, **options: int) -> Iterator[
     engine, tokenizer, _ = build_engine(model, device="cpu", **options)
     worker = EngineWorker(engine)
     parser = RequestParser(tokenizer, "tiny", engine.max_model_len, engine.runner.vocab_size)
-    config = uvicorn.Config(Server(worker, parser, key).app(), host="127.0.0.1", port=0, log_level="warning")
+    config = uvicorn.Config(
+        Server(worker, parser, key).app(), host="127.0.0.1", port=0, log_level="warning", log_config=None
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
