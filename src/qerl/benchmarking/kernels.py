@@ -69,11 +69,11 @@ def measure_dequantize(geometry: Geometry, format: str, ceilings: Ceilings, devi
     rows = []
     dtype = ceilings.dtype
     for layer, (segments, k) in geometry.linears().items():
-        group = random_group(format, segments, k, dtype, device)
-        weight = group.group_weight()
-        out = torch.empty(group.out_features, k, dtype=dtype, device=device)
-        num_bytes = group.resident_bytes + out.nbytes
-        us = median_us(lambda i, weight=weight, out=out: dequantize(weight, out), 1, device)
+        num_bytes = sum(segments) * k * (dtype.itemsize + get_format(format).bits_per_weight / 8)
+        copies = rotation(num_bytes, device)
+        weights = [random_group(format, segments, k, dtype, device).group_weight() for _ in range(copies)]
+        outs = torch.empty(copies, sum(segments), k, dtype=dtype, device=device)
+        us = median_us(lambda i, weights=weights, outs=outs: dequantize(weights[i], outs[i]), copies, device)
         floor = num_bytes / ceilings.copy_bytes_per_us
         row = {"model": geometry.name, "layer": layer, "format": format, "us": round(us, 2)}
         rows.append(row | {"roofline_us": round(floor, 2), "roofline_share": round(floor / us, 4)})

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.benchmarking.geometry import read_config
 from qerl.benchmarking.results import Row
-from qerl.benchmarking.rollout import peak_bytes, random_prompts
+from qerl.benchmarking.rollout import peak_bytes, random_prompts, reset_peak
 from qerl.benchmarking.subject import UnsupportedBenchError
 from qerl.benchmarking.timing import synchronize
 from qerl.nn.loading import resolve_dtype
@@ -64,7 +64,10 @@ def measure_peer(peer: str, plan: "RolloutPlan", device: torch.device, on_row: C
     with tempfile.TemporaryDirectory() as folder:
         generate = _transformers(plan, config, device) if peer == "transformers" else _vllm(plan, config, Path(folder))
         for batch in plan.batches:
-            on_row(labels | _timed_row(generate, plan, config["vocab_size"], batch, device))
+            reset_peak(device)
+            row = labels | _timed_row(generate, plan, config["vocab_size"], batch, device)
+            # vLLM's memory is another process's, and reserved whole.
+            on_row(row | {"peak_gb": None if peer == "vllm" else round(peak_bytes(device) / 1e9, 3)})
 
 
 def _timed_row(generate: Generate, plan: "RolloutPlan", vocab: int, batch: int, device: torch.device) -> Row:
@@ -87,7 +90,6 @@ def _timed_row(generate: Generate, plan: "RolloutPlan", vocab: int, batch: int, 
         "tokens_per_s": round(batch / step_s, 1),
         "ms_per_step": round(1e3 * step_s, 4),
         "roofline_share": None,
-        "peak_gb": round(peak_bytes(device) / 1e9, 3),
         "prefill_s": round(seconds[1], 4),
         "end_to_end_tokens_per_s": round(batch * plan.new / seconds[plan.new], 1),
     }

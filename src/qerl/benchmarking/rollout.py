@@ -63,7 +63,7 @@ def measure_fixed(
         prefill_steps = -(-batch * prompt // engine.config.max_batch_tokens)
         for _ in range(_WARM_UPS):
             _timed(engine, prompts, min(new, prefill_steps + _WARM_UP_STEPS))
-        _reset_peak(subject.device)
+        reset_peak(subject.device)
         prefill_s = min(_timed(engine, prompts, 1)[0] for _ in range(2))
         total_s, outputs = _timed(engine, prompts, new)
         stats = engine.stats
@@ -133,7 +133,7 @@ def measure_long_tailed(subject: Subject, slots: int, prompt: int, lengths: Sequ
     for _ in range(_WARM_UPS):
         run_continuous(engine, prompts, [-(-length // _WARM_UP_SHARE) for length in lengths])
         _timed(engine, prompts[:slots], min(max(lengths), _WARM_UP_STEPS))
-    _reset_peak(subject.device)
+    reset_peak(subject.device)
     synchronize(subject.device)
     started = time.perf_counter()
     drawn = run_continuous(engine, prompts, lengths)
@@ -216,7 +216,8 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _reset_peak(device: torch.device) -> None:
+def reset_peak(device: torch.device) -> None:
+    """Start counting the largest allocation anew (GPU only)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 

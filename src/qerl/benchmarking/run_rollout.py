@@ -142,7 +142,8 @@ def describe(part: str, row: Row) -> str:
             f"({row['continuous_over_static']:.2f}x)"
         )
     share = f", {100 * row['roofline_share']:.1f} % of the roofline" if row.get("roofline_share") else ""
+    peak = "" if row["peak_gb"] is None else f", peak {row['peak_gb']:.1f} GB"
     return (
         f"{label} batch {row['batch']:<4} {row['prompt']} + {row['new']}: {row['tokens_per_s']:10,.1f} tokens/s, "
-        f"{row['ms_per_step']:.3f} ms a step{share}, prefill {row['prefill_s']:.3f} s, peak {row['peak_gb']:.1f} GB"
+        f"{row['ms_per_step']:.3f} ms a step{share}, prefill {row['prefill_s']:.3f} s{peak}"
     )
