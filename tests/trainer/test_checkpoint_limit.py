@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from tiny_training import Logs, letter_reward, prompts_dataset
 
 from qerl.trainer.run import newest_checkpoint
@@ -32,8 +33,9 @@ def test_old_checkpoints_are_removed_and_the_newest_resumes(trainer: MakeTrainer
     assert newest_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-5"
 
 
-def test_the_best_checkpoint_is_kept_beside_the_last(trainer: MakeTrainer, tmp_path: Path) -> None:
-    """transformers' promise: with a limit of 1 and load_best_model_at_end, the best and the last."""
+@pytest.mark.parametrize(("limit", "expected"), [(2, [2, 4]), (1, [2])])
+def test_the_best_checkpoint_is_kept(limit: int, expected: list[int], trainer: MakeTrainer, tmp_path: Path) -> None:
+    """transformers' promise with load_best_model_at_end: the best and the last, or the best alone in the end."""
     evaluations = []
 
     def scripted(prompts, completions, **kwargs) -> list[float]:  # type: ignore[no-untyped-def]
@@ -47,7 +49,7 @@ def test_the_best_checkpoint_is_kept_beside_the_last(trainer: MakeTrainer, tmp_p
         max_steps=4,
         save_strategy="steps",
         save_steps=1,
-        save_total_limit=1,
+        save_total_limit=limit,
         eval_strategy="steps",
         eval_steps=1,
         per_device_eval_batch_size=8,
@@ -59,10 +61,8 @@ def test_the_best_checkpoint_is_kept_beside_the_last(trainer: MakeTrainer, tmp_p
     made.train()
     assert sorted(set(evaluations)) == [1, 2, 3, 4]
     assert made.state.best_global_step == 2
-    assert kept(tmp_path / "run") == [2, 4]
+    assert kept(tmp_path / "run") == expected
     # the adapter of step 2 is back in the model, and the engine serves it at the next call
-    from safetensors.torch import load_file
-
     stored = load_file(tmp_path / "run" / "checkpoint-2" / "adapter_model.safetensors")
     policy = made.accelerator.unwrap_model(made.model).state_dict()
     for name, tensor in stored.items():

@@ -14,6 +14,7 @@ from qerl.rollout.core import RequestTooLongError
 from qerl.rollout.engine import EngineConfig, RolloutEngine
 from qerl.rollout.kv_cache import blocks_for_tokens, bytes_per_block
 from qerl.rollout.lora import AdapterMismatchError
+from qerl.rollout.model_guard import GuardedEngine
 from qerl.rollout.runner import DecoderRunner, UnsupportedArchitectureError
 from qerl.rollout.transformers_backend import TransformersEngine
 
@@ -71,7 +72,7 @@ def make_engine(
         _check_cache_size(runner, memory_bytes, max_model_len)
     useful = min(useful, runner.max_position)
     config = EngineConfig(max_num_seqs=max_num_seqs, max_model_len=useful, memory_bytes=memory_bytes)
-    return RolloutEngine(runner, eos, config)
+    return GuardedEngine(model, runner, eos, config)
 
 
 def _check_cache_size(runner: DecoderRunner, memory_bytes: int, max_model_len: int) -> None:
