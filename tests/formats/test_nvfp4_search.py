@@ -1,6 +1,7 @@
 """The `mse` search against the same search written block by block with other arithmetic, in exact numbers."""
 
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def stepped_rounding(values: torch.Tensor) -> torch.Tensor:
 
 def test_bounds_are_the_midpoints_to_the_last_bit() -> None:
     """Both neighbours of every midpoint, and the midpoints."""
-    middles = torch.tensor([(a + b) / 2 for a, b in zip(MAGNITUDES, MAGNITUDES[1:], strict=False)])
+    middles = torch.tensor([(a + b) / 2 for a, b in pairwise(MAGNITUDES)])
     infinity = torch.tensor(float("inf"))
     values = torch.cat([torch.nextafter(middles, -infinity), middles, torch.nextafter(middles, infinity)])
     values = torch.cat([values, torch.tensor([0.0, 1e-45, 5.9, 6.0, 7.0, 1e38, float("inf")]), torch.rand(4096) * 8])

@@ -1,4 +1,4 @@
-"""A model that changes after its engine was built: refused by name, or followed; never a bare error or a stale policy."""
+"""A model that changes after its engine was built: refused by name, or followed; never a stale policy."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -88,7 +88,7 @@ def test_masters_cast_to_the_compute_dtype_are_noticed(tiny_checkpoints: dict[st
     engine = make_engine(model, tiny_tokenizer(), max_model_len=64)
     greedy(engine)
     model.to(torch.bfloat16)
-    with pytest.raises(StaleEngineError, match="was float32 .* and is bfloat16"):
+    with pytest.raises(StaleEngineError, match=r"was float32 .* and is bfloat16"):
         greedy(engine)
 
 
@@ -124,5 +124,5 @@ def test_an_adapter_of_another_rank_needs_a_new_engine(wrapped: PeftModel) -> No
 def test_a_deleted_adapter_is_refused(wrapped: PeftModel) -> None:
     engine = make_engine(wrapped, tiny_tokenizer(), max_model_len=64)
     wrapped.delete_adapter("wide")
-    with pytest.raises(StaleEngineError, match="wide.* and is not there"):
+    with pytest.raises(StaleEngineError, match=r"wide.* and is not there"):
         engine.generate(PROMPT, SAMPLING)

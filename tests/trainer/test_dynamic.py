@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups of equal rewards are replaced, rounds are capped, a resume draws what it would have drawn."""
+"""Dynamic sampling: groups of equal rewards are replaced, rounds are capped, a resume continues the prompts."""
 
 import copy
 import re

@@ -236,5 +236,5 @@ def test_a_model_cast_after_the_trainer_was_built_is_refused_by_name(trainer: Ma
     """It was a bare dtype error from inside a matmul."""
     made = trainer(max_steps=1)
     made.model.half()
-    with pytest.raises(StaleEngineError, match="changed after its engine was built: .* was float32 .* and is float16"):
+    with pytest.raises(StaleEngineError, match=r"changed after its engine was built: .* was float32 .* and is float16"):
         made.train()

@@ -79,9 +79,7 @@ def generate(
         max_model_len=max_model_len,
     )
     renderer = PromptRenderer(tokenizer)
-    rendered = [
-        renderer.render_raw(item.content) if raw else renderer.render(item.messages(system)) for item in chosen
-    ]
+    rendered = [renderer.render_raw(item.content) if raw else renderer.render(item.messages(system)) for item in chosen]
     _check_lengths(rendered, max_new_tokens, engine.max_model_len)
     with _opened(out) as file:
         for first in range(0, len(chosen), _BATCH):

@@ -43,6 +43,7 @@ COMMANDS: dict[str, Command] = {
     "compare": Command("qerl.cli.compare", "compare", "Compare two evaluations: interval and paired test."),
     "task": Command("qerl.cli.task", "app", "Check a task's prompts, golds and scoring before training."),
     "generate": Command("qerl.cli.generate", "generate", "Generate completions of prompts."),
+    "export": Command("qerl.cli.export", "export", "Export a trained run: PEFT adapter or merged 16-bit model."),
     "report": Command("qerl.cli.report", "report", "Write the HTML report of a training run."),
     "verify": Command("qerl.cli.verify", "verify", "Check predictions against gold answers (JSONL)."),
     "demo": Command("qerl.cli.demo", "demo", "Quantize, train, evaluate and report a small model, end to end."),

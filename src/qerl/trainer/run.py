@@ -18,6 +18,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from qerl.evaluation.folders import newest_checkpoint
 from qerl.evaluation.result import EvalResult
 from qerl.evaluation.run_log import (
     AFTER_DIR,
@@ -82,16 +83,6 @@ def make_rewards(run: RunConfig, args: QeRLConfig, task: Task, pool: RewardPool 
         "length_penalty": lambda: LengthPenalty(CorrectnessReward(task, pool)),
     }
     return [made[name]() for name in run.rewards]
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete ``checkpoint-N``; incomplete ones (killed while saving) and stray files are skipped."""
-    found = [p for p in folder.glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdigit() and p.is_dir()]
-    for path in sorted(found, key=lambda p: int(p.name.removeprefix("checkpoint-")), reverse=True):
-        if (path / "trainer_state.json").is_file():  # written last
-            return path
-        logger.warning("%s is incomplete (no trainer_state.json) and is skipped", path)
-    return None
 
 
 def resume_checkpoint(args: QeRLConfig) -> str | None:
