@@ -18,11 +18,10 @@ import torch
 from qerl.formats.base import PackedTensor, PackingError, as_bf16_matrices, check_method
 from qerl.formats.e2m1 import (
     E2M1_MAX,
-    MAGNITUDES,
     decode,
     encode,
-    nearest_index,
     pack_nibbles,
+    round_magnitude_,
     unpack_nibbles,
 )
 
@@ -163,8 +162,7 @@ def _block_error(
         magnitudes: absolute values; `exact` are the same as float64.
     """
     scale = (scale_code.view(torch.float8_e4m3fn).float() / divisor)[:, None]
-    table = torch.tensor(MAGNITUDES, dtype=torch.float32, device=magnitudes.device)
-    approximate = table[nearest_index(magnitudes / scale)].mul_(scale)
+    approximate = round_magnitude_(magnitudes / scale).mul_(scale)
     # float64: which scale is better must not depend on the rounding of a difference or a sum of squares. The order of
     # the sum is written out, so that it is the same on every device.
     error = (exact - approximate).square_()
