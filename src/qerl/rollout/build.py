@@ -135,7 +135,7 @@ def build_engine(
     Args:
         model_path: folder with config.json and safetensors (16-bit or packed).
         weights: see :func:`qerl.nn.loading.load_model`.
-        adapter: PEFT adapter folder, or a training run / checkpoint that holds one.
+        adapter: PEFT adapter folder; a checkpoint of a run is one.
         max_model_len: default: the model's positions, at most 4096.
     """
     path = Path(model_path)

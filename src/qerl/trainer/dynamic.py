@@ -23,6 +23,8 @@ from datasets import Dataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from qerl.trainer.config import ConfigError
+
 if TYPE_CHECKING:
     from qerl.trainer.trainer import QeRLTrainer
 
@@ -114,6 +116,7 @@ class DynamicSampling(TrainerCallback, ExportableState):
         """
         size, world = trainer.num_generations, trainer.accelerator.num_processes
         wanted = len(inputs) * world // size
+        metrics = trainer._metrics["train"]
         mixed, equal, rounds = [], [], 0
         seen: set[str] = set()
         rows: list[dict[str, Any]] | None = inputs
@@ -121,18 +124,17 @@ class DynamicSampling(TrainerCallback, ExportableState):
             sampled = self._sample(trainer, rows)
             groups = [sampled[first : first + size] for first in range(0, len(sampled), size)]
             if rounds == 0:
-                first_reward = sum(self._total(trainer, row) for row in sampled) / len(sampled)
+                totals = [self._total(trainer, row) for row in sampled if _is_scored(row)]
+                metrics["dynamic_sampling/first_round_reward"].append(sum(totals) / max(1, len(totals)))
             for group in groups:
                 seen.add(_key(group[0].inputs))
                 (mixed if self._is_mixed(trainer, group) else equal).append(group)
             rounds += 1
             done = len(mixed) >= wanted or rounds == self.max_rounds
             rows = None if done else self._draw(inputs[0].keys(), wanted, size, seen, trainer)
-        metrics = trainer._metrics["train"]
         metrics["dynamic_sampling/rounds"].append(rounds)
         metrics["dynamic_sampling/mixed_share"].append(len(mixed) / (len(mixed) + len(equal)))
         metrics["dynamic_sampling/filled"].append(max(0, wanted - len(mixed)))
-        metrics["dynamic_sampling/first_round_reward"].append(first_reward)
         if len(mixed) < wanted:
             logger.warning(
                 "dynamic sampling: %d of %d groups have equal rewards after %d rounds (%d prompts)",
@@ -186,8 +188,7 @@ class DynamicSampling(TrainerCallback, ExportableState):
         if self.reward_index is not None:
             values = [row.rewards[self.reward_index] for row in group]
         else:
-            given = [row for row in group if any(value == value for value in row.rewards)]
-            values = [self._total(trainer, row) for row in given]
+            values = [self._total(trainer, row) for row in group if _is_scored(row)]
         return len({value for value in values if value == value}) > 1
 
     @staticmethod
@@ -209,6 +210,37 @@ class DynamicSampling(TrainerCallback, ExportableState):
         )
         rewards = torch.tensor([row.rewards for row in rows], dtype=torch.float32, device=trainer.accelerator.device)
         return PreparedBatch([row.inputs for row in mine], generated, rewards)
+
+
+def make_dynamic_sampling(trainer: "QeRLTrainer", options: dict[str, Any]) -> DynamicSampling | None:
+    """Dynamic sampling for ``trainer`` as one of its callbacks (added here); None where its config leaves it off.
+
+    Args:
+        trainer: after TRL's constructor.
+        options: what that got besides model, rewards, config and data.
+
+    Raises:
+        ConfigError: tools, environments, own rollouts, streaming data, or a reward that the run does not have.
+    """
+    args, names = trainer.args, trainer.reward_func_names
+    if not args.dynamic_sampling:
+        return None
+    refused = [name for name in ("tools", "environment_factory", "rollout_func") if options.get(name)]
+    if refused or not isinstance(trainer.train_dataset, Dataset):
+        what = refused[0] if refused else "a streaming data set"
+        raise ConfigError(f"dynamic_sampling does not work with {what}; leave it off")
+    wanted = args.dynamic_sampling_reward
+    if wanted is not None and wanted not in names:
+        raise ConfigError(f"dynamic_sampling_reward={wanted!r} is no reward of this run: {', '.join(names)}")
+    index = None if wanted is None else names.index(wanted)
+    dynamic = DynamicSampling(trainer.train_dataset, args.seed, args.max_dynamic_rounds, index)
+    trainer.add_callback(dynamic)
+    return dynamic
+
+
+def _is_scored(row: SampledRow) -> bool:
+    """Whether any function gave the row a reward (None is NaN by now)."""
+    return any(value == value for value in row.rewards)
 
 
 def _key(row: dict[str, Any]) -> str:

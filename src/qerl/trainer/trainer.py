@@ -35,7 +35,7 @@ from qerl.rollout.build import make_engine
 from qerl.rollout.engine import RolloutEngine
 from qerl.trainer.bridge import RolloutBridge
 from qerl.trainer.config import ConfigError, QeRLConfig
-from qerl.trainer.dynamic import DynamicSampling, PreparedBatch
+from qerl.trainer.dynamic import PreparedBatch, make_dynamic_sampling
 from qerl.trainer.logprobs import packed_logprobs
 from qerl.trainer.parity import effective_sample_size
 from qerl.trainer.preflight import (
@@ -141,23 +141,8 @@ class QeRLTrainer(GRPOTrainer):
         self._low_ess_rollouts = 0
         self._rewards_per_func: torch.Tensor | None = None
         self._prepared: PreparedBatch | None = None
-        self.dynamic = self._make_dynamic(kwargs) if args.dynamic_sampling else None
+        self.dynamic = make_dynamic_sampling(self, kwargs)
         self._install_rollouts(longest_prompt, eval_max_new_tokens or 0)
-
-    def _make_dynamic(self, options: dict[str, Any]) -> DynamicSampling:
-        """Dynamic sampling over the training data, as a callback whose state is in every checkpoint."""
-        args, names = self.args, self.reward_func_names
-        refused = [name for name in ("tools", "environment_factory", "rollout_func") if options.get(name)]
-        if refused or not isinstance(self.train_dataset, Dataset):
-            what = refused[0] if refused else "a streaming data set"
-            raise ConfigError(f"dynamic_sampling does not work with {what}; leave it off")
-        wanted = args.dynamic_sampling_reward
-        if wanted is not None and wanted not in names:
-            raise ConfigError(f"dynamic_sampling_reward={wanted!r} is no reward of this run: {', '.join(names)}")
-        index = None if wanted is None else names.index(wanted)
-        dynamic = DynamicSampling(self.train_dataset, args.seed, args.max_dynamic_rounds, index)
-        self.add_callback(dynamic)
-        return dynamic
 
     @staticmethod
     def _lora_config(model: nn.Module, args: QeRLConfig, peft_config: LoraConfig | None) -> LoraConfig | None:
