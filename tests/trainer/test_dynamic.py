@@ -163,6 +163,26 @@ def test_columns_logged_by_rewards_follow_the_chosen_rows(trainer: MakeTrainer) 
     assert all(number(prompt) == logged for prompt, logged in rows)
 
 
+def test_a_generated_batch_may_serve_several_updates(trainer: MakeTrainer) -> None:
+    """Two micro-batches an update, two updates a batch: sampled for once, and dealt out by whole groups."""
+    made = trainer(
+        reward_funcs=odd_only,
+        dynamic_sampling=True,
+        max_steps=4,
+        num_iterations=2,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+    )
+    logs = Logs()
+    made.add_callback(logs)
+    batches = trained_batches(made)
+    made.train()
+    assert len(batches) == 2
+    assert all(n % 2 for batch in batches for n in batch["numbers"])
+    assert len(logs.values("loss")) == 4
+    assert logs.values("dynamic_sampling/filled") == [0.0, 0.0]
+
+
 def test_evaluation_is_not_filtered(trainer: MakeTrainer) -> None:
     made = trainer(
         reward_funcs=lambda prompts, completions, **kw: [1.0] * len(prompts),
