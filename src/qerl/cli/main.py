@@ -43,6 +43,7 @@ COMMANDS: dict[str, Command] = {
     "compare": Command("qerl.cli.compare", "compare", "Compare two evaluations: interval and paired test."),
     "task": Command("qerl.cli.task", "app", "Check a task's prompts, golds and scoring before training."),
     "generate": Command("qerl.cli.generate", "generate", "Generate completions of prompts."),
+    "export": Command("qerl.cli.export", "export", "Export a trained run: PEFT adapter or merged 16-bit model."),
     "serve": Command("qerl.cli.serve", "serve", "Serve a model over OpenAI's HTTP interface."),
     "bench": Command("qerl.cli.bench", "app", "Measure rollouts and kernels against their ceilings."),
     "report": Command("qerl.cli.report", "report", "Write the HTML report of a training run."),
