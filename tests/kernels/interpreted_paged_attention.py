@@ -19,7 +19,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("slices", [1, 4, 16], ids=["whole", "split", "many"])
+@pytest.mark.parametrize("slices", [1, 3, 16], ids=["whole", "split", "many"])
 @pytest.mark.parametrize("name", CASES)
 def test_decode(name: str, slices: int, dtype: torch.dtype, bound: float) -> None:
     lengths, heads, kv_heads, head_dim, block_size = CASES[name]

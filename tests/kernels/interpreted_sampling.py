@@ -13,17 +13,17 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def test_counter_is_that_of_the_reference_bit_for_bit() -> None:
-    keys = torch.randint(0, 1 << 32, (300, 2))
+    keys = torch.randint(0, 1 << 32, (60, 2))
     keys[:2] = torch.tensor([[0, 0], [0xFFFFFFFF, 0xFFFFFFFF]])
-    positions = torch.randint(0, 1 << 62, (300,))
+    positions = torch.randint(0, 1 << 62, (60,))
     positions[:3] = torch.tensor([0, 1, (1 << 32) - 1])
-    out = torch.empty(300, dtype=torch.float64)
-    kernels.uniforms_kernel[(300,)](keys, positions, out)
+    out = torch.empty(60, dtype=torch.float64)
+    kernels.uniforms_kernel[(60,)](keys, positions, out)
     assert torch.equal(out, reference.uniforms(keys, positions))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0], ids=["greedy", "cold", "one"])
-@pytest.mark.parametrize("rows, vocab_size, samples", [(1, 1, 1), (3, 5, 7), (2, 1025, 9), (2, 700, 40), (1, 4099, 20)])
+@pytest.mark.parametrize("rows, vocab_size, samples", [(1, 1, 1), (3, 5, 7), (2, 1025, 9), (2, 700, 20), (1, 4099, 9)])
 @pytest.mark.parametrize("chunk", [64, 1024])
 def test_draws_are_those_of_the_reference(
     rows: int, vocab_size: int, samples: int, chunk: int, temperature: float
@@ -43,8 +43,8 @@ def test_one_sample_a_row_without_an_index() -> None:
 
 def test_cut_between_two_tokens_belongs_to_the_upper_one() -> None:
     """Equal weights: every token is drawn from its own interval, at the borders of chunks too."""
-    keys, positions = torch.randint(0, 1 << 32, (200, 2)), torch.arange(200)
-    token_ids, _ = launch.sample_rows(torch.zeros(200, 256), keys, positions, 1.0, None, 64)
+    keys, positions = torch.randint(0, 1 << 32, (40, 2)), torch.arange(40)
+    token_ids, _ = launch.sample_rows(torch.zeros(40, 256), keys, positions, 1.0, None, 64)
     assert torch.equal(token_ids, (reference.uniforms(keys, positions) * 256).long())
 
 

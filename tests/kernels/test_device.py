@@ -21,3 +21,7 @@ def test_cpu_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: pytest.fail("asked for a GPU"))
     with device.launch_on(torch.device("cpu")):
         pass
+
+
+def test_no_dependent_launch_without_a_gpu() -> None:
+    assert device.dependent_launch(torch.device("cpu")) is False

@@ -40,9 +40,10 @@ def test_gpu_draws_are_those_of_the_reference(rows: int, vocab_size: int, sample
     logits, keys, positions, index = (tensor.cuda() for tensor in case)
     token_ids, logprobs = sample_rows(logits, keys, positions, temperature, index)
     expected_ids, expected = reference.sample_rows(case[0], case[1], case[2], temperature, case[3])
-    # The exponentials of two devices differ in their last bits: a token beside the drawn one, once in 10^6 draws.
-    assert (token_ids.cpu() != expected_ids).sum() <= (1 if temperature else 0)
-    torch.testing.assert_close(logprobs.cpu(), expected, rtol=1e-6, atol=3e-6)
+    # The exponentials of two devices differ in their last bits, so a border between tokens may lie beside a uniform.
+    same = token_ids.cpu() == expected_ids
+    assert (~same).sum() <= (1 if temperature else 0)
+    torch.testing.assert_close(logprobs.cpu()[same], expected[same], rtol=1e-6, atol=3e-6)
     again = sample_rows(logits, keys, positions, temperature, index)
     assert torch.equal(again[0], token_ids) and torch.equal(again[1], logprobs)
 

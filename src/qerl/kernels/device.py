@@ -6,6 +6,8 @@ from functools import cache
 import torch
 
 MINIMUM_CAPABILITY = (8, 0)
+# Programmatic dependent launch where the GPU has it; a benchmark may set False before the first launch to compare.
+DEPENDENT_LAUNCH = True
 
 
 class UnsupportedGPUError(ValueError):
@@ -35,7 +37,7 @@ def multiprocessor_count(index: int) -> int:
 @cache
 def dependent_launch(device: torch.device) -> bool:
     """Whether kernels on `device` are launched with programmatic dependent launch (sm_90 and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return DEPENDENT_LAUNCH and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache

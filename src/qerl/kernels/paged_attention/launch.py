@@ -40,11 +40,15 @@ class DecodeConfig:
     @property
     def max_registers(self) -> int | None:
         """Registers of a thread with which the programs fit an SM together (65,536 registers); None: no limit."""
-        fitting = (1 << 16) // (self.programs_per_sm * self.num_warps * 32)
+        # Registers are given out in eights.
+        fitting = (1 << 16) // (self.programs_per_sm * self.num_warps * 32) // 8 * 8
         return fitting if fitting < 255 else None
 
 
-DEFAULT_CONFIG = DecodeConfig()
+# Contexts that one program walks through whole: enough programs hide each other's latency.
+WHOLE_CONFIG = DecodeConfig()
+# A slice is a few steps long: short steps, two of them on their way before the first is needed.
+SPLIT_CONFIG = DecodeConfig(block_n=32, num_stages=5)
 
 
 def num_slices(
@@ -52,13 +56,12 @@ def num_slices(
     num_kv_heads: int,
     max_context_len: int,
     multiprocessors: int,
-    config: DecodeConfig = DEFAULT_CONFIG,
+    config: DecodeConfig = SPLIT_CONFIG,
 ) -> int:
-    """Slices of the context that give every SM its programs; a power of two, from shapes alone."""
+    """Slices of the context that give every SM its programs, from shapes alone."""
     wanted = config.programs_per_sm * multiprocessors // (sequences * num_kv_heads)
     longest = -(-max_context_len // config.min_slice)
-    limit = max(1, min(wanted, longest, config.max_slices))
-    return 1 << (limit.bit_length() - 1)
+    return max(1, min(wanted, longest, config.max_slices))
 
 
 def decode(
@@ -69,9 +72,11 @@ def decode(
     context_lens: torch.Tensor,
     scale: float,
     slices: int,
-    config: DecodeConfig = DEFAULT_CONFIG,
+    config: DecodeConfig | None = None,
 ) -> torch.Tensor:
-    """Shapes as the public function; rows of `q` may be strided; `slices` a power of two. One launch."""
+    """Shapes as the public function; rows of `q` may be strided. One launch."""
+    if config is None:
+        config = SPLIT_CONFIG if slices > 1 else WHOLE_CONFIG
     sequences, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
@@ -83,7 +88,7 @@ def decode(
         lse = torch.empty(pairs, slices, group, dtype=torch.float32, device=q.device)
         counters = arrival_counters(pairs, q.device)
     dim_padded, heads_padded = (1 << (width - 1).bit_length() for width in (head_dim, group))
-    at_once = max(1, min(slices, _MERGED_AT_ONCE // (dim_padded * heads_padded)))
+    at_once = max(1, _MERGED_AT_ONCE // (dim_padded * heads_padded))
     fp8 = k_cache.dtype == torch.float8_e4m3fn
     if fp8:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
@@ -94,10 +99,10 @@ def decode(
     kernels.paged_attention_kernel[(num_kv_heads, slices, sequences)](
         q, k_cache, v_cache, block_table, context_lens, out, partial, lse, counters,
         scale * math.log2(math.e) * factor, factor,
-        q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
+        q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0), slices,
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=max(_MIN_GROUP, heads_padded),
         HEAD_DIM=head_dim, DIM_PADDED=dim_padded, BLOCK_SIZE=block_size,
-        BLOCK_N=config.block_n, SLICES=slices, MIN_SLICE=config.min_slice,
+        BLOCK_N=config.block_n, SPLIT=slices > 1, MIN_SLICE=config.min_slice,
         HEADS_PADDED=heads_padded, AT_ONCE=at_once, FP8=fp8, PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=registers,
         launch_pdl=pdl,

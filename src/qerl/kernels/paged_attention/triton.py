@@ -18,9 +18,9 @@ _GRAIN = tl.constexpr(16)
 
 
 @triton.jit
-def _slice_len(context_len, SLICES: tl.constexpr, MIN_SLICE: tl.constexpr):
+def _slice_len(context_len, max_slices, MIN_SLICE: tl.constexpr):
     """Tokens a slice covers: a multiple of 16, at least MIN_SLICE, so that short contexts are not cut up."""
-    return tl.maximum(tl.cdiv(tl.cdiv(context_len, SLICES), _GRAIN) * _GRAIN, MIN_SLICE)
+    return tl.maximum(tl.cdiv(tl.cdiv(context_len, max_slices), _GRAIN) * _GRAIN, MIN_SLICE)
 
 
 @triton.jit
@@ -73,18 +73,18 @@ def _merge(
 @triton.jit
 def paged_attention_kernel(
     q, k_cache, v_cache, block_table, context_lens, out, partial, partial_lse, counters,
-    score_factor, value_factor, q_stride, block_stride, token_stride, head_stride, max_blocks,
+    score_factor, value_factor, q_stride, block_stride, token_stride, head_stride, max_blocks, max_slices,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
+    DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     MIN_SLICE: tl.constexpr, HEADS_PADDED: tl.constexpr, AT_ONCE: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [S, Hq, D]; scratch if SLICES > 1: partial fp32 [S, Hkv, SLICES, GROUP, D] and its log2-sum-exp."""
+    """out [S, Hq, D]; scratch if SPLIT: partial fp32 [S, Hkv, max_slices, GROUP, D] and its log2-sum-exp."""
     start_after_predecessor(PDL)
     kv_head = tl.program_id(0)
     slice_id = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
     context_len = tl.load(context_lens + sequence)
-    slice_len = _slice_len(context_len, SLICES, MIN_SLICE)
+    slice_len = _slice_len(context_len, max_slices, MIN_SLICE)
     first = slice_id * slice_len
     last = tl.minimum(first + slice_len, context_len)
     # An empty context still has to write its zeros.
@@ -127,14 +127,17 @@ def paged_attention_kernel(
     pair = sequence * KV_HEADS + kv_head
     target = out + pair * (GROUP * HEAD_DIM) + offsets
     slices = tl.cdiv(context_len, slice_len)
-    if SLICES == 1 or slices <= 1:
-        tl.store(target, round_to(acc, out.dtype.element_ty), mask=mask)
+    if SPLIT:
+        if slices > 1:
+            row = pair * max_slices + slice_id
+            tl.store(partial + row * (GROUP * HEAD_DIM) + offsets, acc, mask=mask)
+            tl.store(partial_lse + row * GROUP + head, maximum + tl.log2(divisor), mask=head_mask)
+            if arrive_last(counters + pair, slices):
+                _merge(
+                    partial, partial_lse, out + pair * (GROUP * HEAD_DIM), pair * max_slices, slices,
+                    GROUP, HEADS_PADDED, HEAD_DIM, DIM_PADDED, AT_ONCE,
+                )  # fmt: skip
+        else:
+            tl.store(target, round_to(acc, out.dtype.element_ty), mask=mask)
     else:
-        row = pair * SLICES + slice_id
-        tl.store(partial + row * (GROUP * HEAD_DIM) + offsets, acc, mask=mask)
-        tl.store(partial_lse + row * GROUP + head, maximum + tl.log2(divisor), mask=head_mask)
-        if arrive_last(counters + pair, slices):
-            _merge(
-                partial, partial_lse, out + pair * (GROUP * HEAD_DIM), pair * SLICES, slices,
-                GROUP, HEADS_PADDED, HEAD_DIM, DIM_PADDED, AT_ONCE,
-            )  # fmt: skip
+        tl.store(target, round_to(acc, out.dtype.element_ty), mask=mask)

@@ -9,8 +9,9 @@ Weights are never stored: the third kernel computes those of one chunk again, wi
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
-from qerl.kernels.triton import start_after_predecessor
+from qerl.kernels.triton import INTERPRETED, start_after_predecessor
 
 _MASK32 = tl.constexpr((1 << 32) - 1)
 _MASK26 = tl.constexpr((1 << 26) - 1)
@@ -38,7 +39,9 @@ def _scaled(value, maximum, temperature):
 @triton.jit
 def _weights(scaled, weight_scale):
     """int64 floor(2^b exp(scaled)); 0 where there is no number."""
-    return tl.where(scaled == scaled, tl.exp(scaled) * weight_scale, 0.0).to(tl.int64)
+    # The exponential that torch takes; the one of the language has a larger error.
+    exponential = tl.exp(scaled) if INTERPRETED else libdevice.exp(scaled)
+    return tl.where(scaled == scaled, exponential * weight_scale, 0.0).to(tl.int64)
 
 
 @triton.jit
