@@ -4,7 +4,6 @@ python benchmarks/sweep_attention.py --model 7B --batch 8
 """
 
 import argparse
-import itertools
 
 import torch
 import triton
@@ -12,10 +11,15 @@ import triton
 from qerl.benchmarking.geometry import KNOWN
 from qerl.benchmarking.timing import median_us, rotation
 from qerl.kernels.device import multiprocessor_count
-from qerl.kernels.paged_attention import launch
-from qerl.kernels.paged_attention.launch import DEFAULT_CONFIG, DecodeConfig
+from qerl.kernels.paged_attention import launch, paged_attention_decode
+from qerl.kernels.paged_attention.launch import DecodeConfig
 
 CONTEXT, BLOCK_SIZE = 1280, 16
+# block_n, programs_per_sm, num_warps, num_stages
+SWEPT = (
+    *((64, 4, 4, 3), (64, 5, 4, 3), (64, 5, 4, 2), (64, 6, 4, 2), (64, 3, 4, 5), (64, 2, 8, 5), (64, 4, 2, 3)),
+    *((32, 4, 4, 5), (32, 5, 4, 5), (32, 6, 4, 3), (32, 8, 2, 3), (32, 8, 2, 5), (128, 2, 8, 3), (128, 3, 4, 2)),
+)
 
 
 def sweep(model: str, batch: int) -> None:
@@ -33,16 +37,16 @@ def sweep(model: str, batch: int) -> None:
         launch.decode(q, k[i], v[i], table, lens, sizes.head_dim**-0.5, slices, config)
 
     found = []
-    for choice in itertools.product((32, 64, 128), (2, 3, 4, 6), (8, 16, 32), (4, 8), (2, 3, 4, 5)):
-        block_n, per_sm, most, warps, stages = choice
-        config = DecodeConfig(block_n, per_sm, 64, most, warps, stages)
+    for block_n, per_sm, warps, stages in SWEPT:
+        config = DecodeConfig(block_n, per_sm, num_warps=warps, num_stages=stages)
         try:
             found.append((median_us(lambda i, config=config: decode(config, i), copies, device), config))
         except triton.runtime.errors.OutOfResources:
             continue
-    now = median_us(lambda i: decode(DEFAULT_CONFIG, i), copies, device)
+    scale = sizes.head_dim**-0.5
+    now = median_us(lambda i: paged_attention_decode(q, k[i], v[i], table, lens, scale), copies, device)
     print(f"{model} batch {batch}: as chosen now {now:.1f} us")
-    for us, config in sorted(found, key=lambda pair: pair[0])[:8]:
+    for us, config in sorted(found, key=lambda pair: pair[0]):
         print(f"   {us:7.2f} us  {config}")
 
 

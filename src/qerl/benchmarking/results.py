@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from qerl.evaluation.environment import cpu_name, package_versions
+from qerl.kernels import device as device_settings
 
 Row = dict[str, Any]
 
@@ -33,6 +34,16 @@ def code_commit() -> str:
     except (FileNotFoundError, subprocess.CalledProcessError):
         return "unknown"
     return head.stdout.strip() + ("+changes" if changes.returncode else "")
+
+
+def use_dependent_launch(wanted: bool) -> dict[str, bool]:
+    """Let kernels start before the one before them has ended, where they can, or not (mutates the process's setting).
+
+    Returns:
+        the setting, for the header of a result file.
+    """
+    device_settings.DEPENDENT_LAUNCH = wanted
+    return {"dependent_launch": wanted}
 
 
 class OtherMachineError(ValueError):

@@ -19,7 +19,7 @@ from qerl.benchmarking.kernels import (
     measure_quantizer,
 )
 from qerl.benchmarking.linears import LinearBench, measure_linears
-from qerl.benchmarking.results import ResultFile, Row, device_name
+from qerl.benchmarking.results import ResultFile, Row, device_name, use_dependent_launch
 from qerl.benchmarking.rollout import free_memory
 from qerl.nn.loading import resolve_device, resolve_dtype
 
@@ -39,6 +39,7 @@ class KernelPlan:
     device: str
     out: Path | None
     append: bool
+    dependent_launch: bool
     commit: str | None
     cpu_parameter_limit: int
 
@@ -63,10 +64,11 @@ def run_kernels(plan: KernelPlan, say: Print) -> ResultFile:
         for geometry in plan.geometries:
             check_fits_cpu(dataclasses.replace(geometry, layers=1, vocab=0), plan.cpu_parameter_limit // 100)
     torch.manual_seed(0)
+    launch = use_dependent_launch(plan.dependent_launch)
     ceilings = measure_ceilings(device, resolve_dtype("auto", device))
     say(f"{device_name(device)}: {ceilings.as_row()}")
     free_memory(device)
-    results = ResultFile(plan.out, device, commit=plan.commit, append=plan.append, ceilings=ceilings.as_row())
+    results = ResultFile(plan.out, device, commit=plan.commit, append=plan.append, ceilings=ceilings.as_row(), **launch)
     for geometry in plan.geometries:
         with torch.no_grad():
             _measure(plan, geometry, ceilings, device, partial(_add, results, say))

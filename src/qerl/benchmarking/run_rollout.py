@@ -10,7 +10,7 @@ from qerl.benchmarking.ceilings import Ceilings, measure_ceilings
 from qerl.benchmarking.geometry import check_fits_cpu, geometry_of_values, read_config
 from qerl.benchmarking.lengths import lognormal_lengths
 from qerl.benchmarking.peers import measure_peer, require_peer
-from qerl.benchmarking.results import ResultFile, Row, device_name
+from qerl.benchmarking.results import ResultFile, Row, device_name, use_dependent_launch
 from qerl.benchmarking.rollout import free_memory, measure_fixed, measure_long_tailed, measure_prefill
 from qerl.benchmarking.subject import UnsupportedBenchError, build_subject, check_head_dtype, engine_kv_dtype
 from qerl.nn.loading import resolve_device, resolve_dtype
@@ -44,6 +44,7 @@ class RolloutPlan:
     seed: int
     out: Path | None
     append: bool
+    dependent_launch: bool
     commit: str | None
     cpu_parameter_limit: int
 
@@ -75,10 +76,11 @@ def run_rollout(plan: RolloutPlan, say: Print) -> ResultFile:
         raise UnsupportedBenchError("--weights auto needs a model folder; with --config-json name the format")
     if device.type != "cuda":
         check_fits_cpu(geometry, plan.cpu_parameter_limit)
+    launch = use_dependent_launch(plan.dependent_launch)
     ceilings = measure_ceilings(device, resolve_dtype("auto", device))
     say(f"{device_name(device)}: {ceilings.as_row()}")
     free_memory(device)
-    results = ResultFile(plan.out, device, commit=plan.commit, append=plan.append, ceilings=ceilings.as_row())
+    results = ResultFile(plan.out, device, commit=plan.commit, append=plan.append, ceilings=ceilings.as_row(), **launch)
     add = partial(_add, results, say)
     for weights in plan.weights:
         for rank in plan.ranks:

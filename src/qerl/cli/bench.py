@@ -20,6 +20,9 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 Out = Annotated[Path | None, typer.Option(help="JSON file of the results; rewritten after every row.")]
 Append = Annotated[bool, typer.Option("--append", help="Keep the rows that --out holds already.")]
+DependentLaunch = Annotated[
+    bool, typer.Option(help="Kernels may start while the one before them ends (sm_90); off to compare.")
+]
 Commit = Annotated[str | None, typer.Option(help="Commit of the code, where there is no git to ask.")]
 Seed = Annotated[int, typer.Option(help="Seed of random weights.")]
 
@@ -54,6 +57,7 @@ def rollout(
     name: Annotated[str | None, typer.Option(help="Name of the model in the rows; default: of its file.")] = None,
     out: Out = None,
     append: Append = False,
+    dependent_launch: DependentLaunch = True,
     commit: Commit = None,
     device: Device = "auto",
     seed: Seed = 0,
@@ -81,7 +85,8 @@ def rollout(
     run_rollout(
         RolloutPlan(
             source=source, name=name, prompt=prompt, new=new, lognormal=lognormal, kv_dtype=kv_dtype,
-            head_dtype=head_dtype, peer=peer, device=device, seed=seed, out=out, append=append, commit=commit,
+            head_dtype=head_dtype, peer=peer, device=device, seed=seed, out=out, append=append,
+            dependent_launch=dependent_launch, commit=commit,
             cpu_parameter_limit=CPU_PARAMETER_LIMIT, **plan,
         ),
         typer.echo,
@@ -100,6 +105,7 @@ def kernels(
     quantizer_layers: Annotated[int, typer.Option(min=1, help="Layers that the quantizer packs.")] = 4,
     out: Out = None,
     append: Append = False,
+    dependent_launch: DependentLaunch = True,
     commit: Commit = None,
     device: Device = "auto",
 ) -> None:
@@ -118,7 +124,8 @@ def kernels(
     run_kernels(
         KernelPlan(
             geometries=tuple(geometries), format=format, rows=tuple(counts), lora_rank=lora_rank, parts=tuple(chosen),
-            quantizer_layers=quantizer_layers, device=device, out=out, append=append, commit=commit,
+            quantizer_layers=quantizer_layers, device=device, out=out, append=append,
+            dependent_launch=dependent_launch, commit=commit,
             cpu_parameter_limit=CPU_PARAMETER_LIMIT,
         ),
         typer.echo,
