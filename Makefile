@@ -23,7 +23,7 @@ test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m gpu
 
 bench: $(VENV)/.demo
-	$(BIN)/python benchmarks/kernels_h200.py
+	$(BIN)/qerl bench kernels --out runs/bench/kernels.json
 
 $(VENV)/.demo: pyproject.toml
 	@echo "setting up $(VENV) (a minute or two)"

@@ -18,8 +18,21 @@ ALLOWED = {
     "tasks": {"sandbox"},
     "rollout": {"nn", "kernels", "formats"},
     "evaluation": {"rollout", "tasks", "nn", "formats"},
+    "benchmarking": {"evaluation", "rollout", "nn", "kernels", "formats"},
+    "serving": {"evaluation", "rollout", "nn"},
     "trainer": {"evaluation", "rollout", "rl", "tasks", "nn", "kernels", "formats"},
-    "cli": {"evaluation", "trainer", "rollout", "tasks", "sandbox", "nn", "kernels", "formats"},
+    "cli": {
+        "benchmarking",
+        "serving",
+        "evaluation",
+        "trainer",
+        "rollout",
+        "tasks",
+        "sandbox",
+        "nn",
+        "kernels",
+        "formats",
+    },
 }
 # Third-party packages and the only layers that may import them.
 FENCES = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from qerl.cli.evaluate import parse_options
+from qerl.cli.evaluate import folder_name, parse_options
 from qerl.cli.main import app
 
 runner = CliRunner()
@@ -130,3 +130,21 @@ def test_options_are_typed() -> None:
         "ops": ["+", "-"],
         "eq": "a=b",
     }
+
+
+def test_models_of_the_same_last_part_have_folders_of_their_own(
+    build, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``runs/a/adapter`` and ``runs/b/adapter`` wrote to one folder."""
+    monkeypatch.chdir(tmp_path)
+    folders = [folder_name("runs/a/model", None), folder_name("runs/b/model", None)]
+    folders += [folder_name("m", Path("runs/a/adapter")), folder_name("m", Path("runs/b/adapter"))]
+    assert len(set(folders)) == 4
+    assert [name.rpartition("-")[0] for name in folders] == ["model", "model", "m+adapter", "m+adapter"]
+    # the same folder however it is written, so that a second call continues
+    assert folder_name(str(tmp_path / "runs" / "a" / "model"), None) == folders[0]
+    assert folder_name("./runs/../runs/a/model/", None) == folders[0]
+    for model in ("runs/a/model", "runs/b/model", "runs/a/model"):
+        result = runner.invoke(app, ["eval", model, "--tasks", str(questions)])
+        assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in (tmp_path / "evals").iterdir()) == sorted(folders[:2])

@@ -1,7 +1,9 @@
 """``qerl quantize`` as a command: summary, exit codes, nothing heavy at import time."""
 
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,3 +60,38 @@ def test_user_errors_are_one_line_and_exit_code_two(
 def test_importing_the_command_does_not_import_torch() -> None:
     code = "import sys, qerl.cli.quantize; sys.exit('torch' in sys.modules or 'rich.progress' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+_SLOW = """
+import pathlib, sys, time
+from qerl.formats.nvfp4 import NVFP4
+def slow(self, weights, method="rtn"):
+    pathlib.Path(sys.argv[3]).touch()
+    time.sleep(60)
+NVFP4.quantize = slow
+sys.argv.insert(1, "quantize")
+from qerl.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
+def test_a_stopped_command_leaves_nothing_beside_the_target(
+    signum: signal.Signals, make_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    """SIGTERM left a hidden folder with everything written so far."""
+    place, started = tmp_path / "models", tmp_path / "started"
+    place.mkdir()
+    code = _SLOW.replace("sys.argv[3]", repr(str(started)))
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(make_llama()), str(place / "out")], stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not started.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert any(path.name.startswith(".out.incomplete") for path in place.iterdir()), "nothing was under way"
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert "Traceback" not in errors
+    assert list(place.iterdir()) == []

@@ -17,6 +17,7 @@ from qerl.nn.loading import load_model
 from qerl.nn.lora import AdapterError, prepare_lora_config
 from qerl.rollout.build import load_adapter, make_engine
 from qerl.rollout.core import RequestTooLongError, SamplingParams
+from qerl.rollout.model_guard import StaleEngineError
 from qerl.trainer.config import ConfigError, QeRLConfig
 from qerl.trainer.parity import probe_parity
 from qerl.trainer.trainer import QeRLTrainer
@@ -229,3 +230,11 @@ def test_a_disabled_adapter_is_disabled_in_the_engine(tiny_checkpoints: dict[str
         outputs = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=16))
         assert probe_parity(model, [[5, 6, 7]], outputs[0], 16, 0).max < 1e-4
     assert probe_parity(model, [[5, 6, 7]], outputs[0], 16, 0).max > 1e-2
+
+
+def test_a_model_cast_after_the_trainer_was_built_is_refused_by_name(trainer: MakeTrainer) -> None:
+    """It was a bare dtype error from inside a matmul."""
+    made = trainer(max_steps=1)
+    made.model.half()
+    with pytest.raises(StaleEngineError, match=r"changed after its engine was built: .* was float32 .* and is float16"):
+        made.train()

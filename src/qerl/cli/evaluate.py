@@ -1,5 +1,6 @@
 """``qerl eval``: evaluate a model, with or without an adapter, on one or several tasks."""
 
+import hashlib
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -39,7 +40,7 @@ BatchSize = Annotated[int | None, typer.Option(min=1, help="Problems per batch a
 TaskOptions = Annotated[
     list[str] | None, typer.Option("--task-option", help="KEY=VALUE for the tasks, such as test_size=128.")
 ]
-Out = Annotated[Path | None, typer.Option(help="Results folder; default evals/MODEL[+ADAPTER].")]
+Out = Annotated[Path | None, typer.Option(help="Results folder; default evals/MODEL[+ADAPTER]-DIGEST.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start over instead of continuing stored results.")]
 
 
@@ -75,7 +76,7 @@ def evaluate(
     planned = plan(
         tasks, preset, task_option or [], {name: value for name, value in given.items() if value is not None}
     )
-    folder = out or Path("evals") / _folder_name(model, adapter)
+    folder = out or Path("evals") / folder_name(model, adapter)
 
     from qerl.cli.progress import quiet_libraries
     from qerl.evaluation.eval_report import write_eval_report
@@ -181,9 +182,15 @@ def parse_options(pairs: list[str]) -> dict[str, Any]:
     return options
 
 
-def _folder_name(model: str, adapter: Path | None) -> str:
-    name = Path(model).name or model
-    return _slug(name if adapter is None else f"{name}+{adapter.resolve().name}")
+def folder_name(model: str, adapter: Path | None) -> str:
+    """``MODEL[+ADAPTER]-DIGEST``: last parts of the paths to read, and a digest of the whole paths to tell apart.
+
+    Many models are called ``model`` and most adapters ``adapter``; the same paths give the same name, so that an
+    evaluation that was interrupted continues.
+    """
+    paths = [Path(model).resolve(), *([] if adapter is None else [adapter.resolve()])]
+    digest = hashlib.sha256("\0".join(map(str, paths)).encode()).hexdigest()[:8]
+    return f"{_slug('+'.join(path.name for path in paths))}-{digest}"
 
 
 def _slug(name: str) -> str:

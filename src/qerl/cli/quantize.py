@@ -35,10 +35,11 @@ def quantize(
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from qerl.cli.signals import exit_on_sigterm
     from qerl.formats.quantizer import quantize as run
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with exit_on_sigterm(), Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("reading", total=None)
 
         def show(done: int, total: int, name: str) -> None:

@@ -10,6 +10,8 @@ _MAIN_FIELDS = """\
   weights                frozen base weights: auto (as stored), bf16, nvfp4, nf4
   task, task_options     gsm8k, math, dapo17k, reasoning_gym:NAME, a .jsonl/.parquet file, a hub data set
   rewards                a list of: correctness, format, soft_overlong, length_penalty
+  reward_funcs           own functions: module:function or path/to/file.py:function
+  dynamic_sampling       sample groups of equal rewards again (DAPO): true or false
   output_dir             run folder
   max_steps              optimizer updates (or num_train_epochs)
   num_generations        samples per prompt (8)

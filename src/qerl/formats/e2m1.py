@@ -12,22 +12,32 @@ VALUES = MAGNITUDES + tuple(-value for value in MAGNITUDES)
 
 # Index of a magnitude by twice its value (0 1 2 3 4 6 8 12); the holes are never looked up.
 _INDEX_OF_DOUBLE = (0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7)
+_EXPONENT_BITS = 0x7F800000
+
+
+def round_magnitude_(magnitudes: torch.Tensor) -> torch.Tensor:
+    """Round `magnitudes` (float32, not negative) in place to the nearest E2M1 value, saturating at 6; returned too.
+
+    The grid in [2^e, 2^(e+1)) has step 2^(e-1), and that of e = 0 goes down to zero. Adding 1.5 * 2^23 steps leaves
+    fp32 no bits below a step, so the addition itself rounds to it, ties to even.
+    """
+    shift = magnitudes.clamp_(max=E2M1_MAX).clamp(min=1.0).view(torch.int32).bitwise_and_(_EXPONENT_BITS)
+    shift = shift.view(torch.float32).mul_(1.5 * 2.0**22)
+    return magnitudes.add_(shift).sub_(shift)
 
 
 def round_to_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """The nearest E2M1 value of each element, saturating at 6; float in, same dtype and shape out."""
-    magnitude = values.abs().clamp(max=E2M1_MAX)
-    step = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0)).to(values.dtype)
-    return torch.copysign((magnitude / step).round() * step, values)
+    """The nearest E2M1 value of each element, saturating at 6; float32 in, same shape out."""
+    return torch.copysign(round_magnitude_(values.abs()), values)
 
 
 def encode(values: torch.Tensor) -> torch.Tensor:
-    """Codes (uint8, 0..15) of `values` (float, any shape) after rounding.
+    """Codes (uint8, 0..15) of `values` (float32, any shape) after rounding.
 
     A negative value that rounds to zero keeps its sign (code 8), an input of -0.0 does not (code 0):
     this is what compressed-tensors stores.
     """
-    doubled = (round_to_e2m1(values).abs() * 2.0).to(torch.int32)
+    doubled = round_magnitude_(values.abs()).mul_(2.0).to(torch.int32)
     table = torch.tensor(_INDEX_OF_DOUBLE, dtype=torch.uint8, device=values.device)
     return table[doubled] | ((values < 0).to(torch.uint8) << 3)
 

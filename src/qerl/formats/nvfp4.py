@@ -16,7 +16,14 @@ from collections.abc import Sequence
 import torch
 
 from qerl.formats.base import PackedTensor, PackingError, as_bf16_matrices, check_method
-from qerl.formats.e2m1 import E2M1_MAX, decode, encode, pack_nibbles, round_to_e2m1, unpack_nibbles
+from qerl.formats.e2m1 import (
+    E2M1_MAX,
+    decode,
+    encode,
+    pack_nibbles,
+    round_magnitude_,
+    unpack_nibbles,
+)
 
 BLOCK_SIZE = 16
 E4M3_MAX = 448.0
@@ -28,8 +35,10 @@ EMPTY_BLOCK_SCALE = 0.125
 # block's maximum to 4 instead of 6 (a finer grid below it), the negative ones saturate the maximum.
 _SEARCH_OFFSETS = (-3, -2, -1, 1, 2, 3, 4, 5, 6)
 _E4M3_LARGEST_CODE = 0x7E
-# Blocks worked on at once: bounds the temporaries to about 50 MB for any size of weight.
+# Blocks worked on at once. On the CPU temporaries stay near the caches (about 50 MB); on CUDA a chunk has to be large
+# enough that launches do not count (16.8 M weights, about 0.8 GB of temporaries).
 _CHUNK_BLOCKS = 1 << 16
+_CHUNK_BLOCKS_CUDA = 1 << 20
 
 
 class NVFP4:
@@ -73,8 +82,13 @@ class NVFP4:
 
 
 def global_scale(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Divisor, float32 ``[1]``, of the bf16 weights of one fused group; 1 where all are (almost) zero."""
-    largest = torch.stack([weight.abs().amax().cpu() for weight in weights]).amax()
+    """Divisor, float32 ``[1]``, of the bf16 weights of one fused group; 1 where all are (almost) zero.
+
+    It lies on the device of the first weight, and nothing waits for that device.
+    """
+    where = weights[0].device
+    # The largest magnitude in one pass, without a copy of the weight.
+    largest = torch.stack([torch.linalg.vector_norm(weight, torch.inf).to(where) for weight in weights]).amax()
     # bf16 division on purpose, see the module text. An overflow to Inf means weights below 1e-35: no scaling.
     divisor = (E4M3_MAX * E2M1_MAX / largest.clamp(min=torch.finfo(largest.dtype).tiny)).float()
     return torch.nan_to_num(divisor, posinf=1.0).reshape(1)
@@ -92,17 +106,21 @@ def _quantize_matrix(weight: torch.Tensor, divisor: torch.Tensor, method: str) -
     """Pack one checked bf16 matrix ``[N, K]`` under the global scale `divisor`."""
     rows, columns = weight.shape
     blocks = weight.reshape(-1, BLOCK_SIZE)
-    scale = _rtn_block_scale(blocks, divisor)
-    if method == "mse":
-        scale = _search_block_scale(blocks, scale, divisor)
-    step = (scale.float() / divisor)[:, None]
-    codes = torch.cat(
-        [encode(part.float() / s) for part, s in zip(blocks.split(_CHUNK_BLOCKS), step.split(_CHUNK_BLOCKS))]
-    )
+    scale = torch.empty(len(blocks), dtype=torch.float8_e4m3fn, device=weight.device)
+    codes = torch.empty(len(blocks), BLOCK_SIZE // 2, dtype=torch.uint8, device=weight.device)
+    step = _CHUNK_BLOCKS_CUDA if weight.is_cuda else _CHUNK_BLOCKS
+    for first in range(0, len(blocks), step):
+        chunk = slice(first, first + step)
+        found = _rtn_block_scale(blocks[chunk], divisor)
+        values = blocks[chunk].float()
+        if method == "mse":
+            found = _search_block_scale(values.abs(), found, divisor)
+        scale[chunk] = found
+        codes[chunk] = pack_nibbles(encode(values.div_((found.float() / divisor)[:, None])))
     return PackedTensor(
         format="nvfp4",
         shape=(rows, columns),
-        codes=pack_nibbles(codes.reshape(rows, columns)),
+        codes=codes.reshape(rows, columns // 2),
         block_scale=scale.reshape(rows, columns // BLOCK_SIZE),
         global_scale=divisor,
     )
@@ -110,36 +128,48 @@ def _quantize_matrix(weight: torch.Tensor, divisor: torch.Tensor, method: str) -
 
 def _rtn_block_scale(blocks: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
     """E4M3 ``[B]`` that maps the largest magnitude of each bf16 block ``[B, 16]`` to 6."""
-    wanted = divisor * (blocks.abs().amax(-1) / E2M1_MAX)
+    wanted = divisor * (torch.linalg.vector_norm(blocks, torch.inf, dim=-1) / E2M1_MAX)
     scale = wanted.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
     return torch.where(scale == 0, EMPTY_BLOCK_SCALE, scale).to(torch.float8_e4m3fn)
 
 
-def _search_block_scale(blocks: torch.Tensor, start: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-    """The E4M3 scale ``[B]`` of least squared error per block among `start` and its neighbours."""
-    found = torch.empty_like(start)
-    for first in range(0, len(blocks), _CHUNK_BLOCKS):
-        chunk = slice(first, first + _CHUNK_BLOCKS)
-        best_code = start[chunk].view(torch.uint8)
-        start_code = best_code.to(torch.int16)
-        values = blocks[chunk].float()
-        best_error = _block_error(values, best_code, divisor)
-        for offset in _SEARCH_OFFSETS:
-            # Positive E4M3 values are ordered as their codes; 0 is no scale and 0x7F is NaN.
-            code = (start_code + offset).clamp(1, _E4M3_LARGEST_CODE).to(torch.uint8)
-            error = _block_error(values, code, divisor)
-            better = error < best_error
-            best_code = torch.where(better, code, best_code)
-            best_error = torch.where(better, error, best_error)
-        found[chunk] = best_code.view(torch.float8_e4m3fn)
-    return found
+def _search_block_scale(magnitudes: torch.Tensor, start: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    """The E4M3 scale ``[B]`` of least squared error per block among `start` and its neighbours.
+
+    Args:
+        magnitudes: fp32 ``[B, 16]``, absolute values (the error does not depend on signs).
+    """
+    exact = magnitudes.double()
+    best_code = start.view(torch.uint8)
+    start_code = best_code.to(torch.int16)
+    best_error = _block_error(magnitudes, exact, best_code, divisor)
+    for offset in _SEARCH_OFFSETS:
+        # Positive E4M3 values are ordered as their codes; 0 is no scale and 0x7F is NaN.
+        code = (start_code + offset).clamp(1, _E4M3_LARGEST_CODE).to(torch.uint8)
+        error = _block_error(magnitudes, exact, code, divisor)
+        better = error < best_error
+        best_code = torch.where(better, code, best_code)
+        best_error = torch.where(better, error, best_error)
+    return best_code.view(torch.float8_e4m3fn)
 
 
-def _block_error(values: torch.Tensor, scale_code: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-    """Squared error, float64 ``[B]``, of fp32 blocks ``[B, 16]`` under E4M3 scales given as codes ``[B]``."""
+def _block_error(
+    magnitudes: torch.Tensor, exact: torch.Tensor, scale_code: torch.Tensor, divisor: torch.Tensor
+) -> torch.Tensor:
+    """Squared error, float64 ``[B]``, of fp32 blocks ``[B, 16]`` under E4M3 scales given as codes ``[B]``.
+
+    Args:
+        magnitudes: absolute values; `exact` are the same as float64.
+    """
     scale = (scale_code.view(torch.float8_e4m3fn).float() / divisor)[:, None]
-    # float64: which scale is better must not depend on the rounding of a difference or a sum of squares.
-    return (values.double() - round_to_e2m1(values / scale) * scale).square().sum(-1)
+    approximate = round_magnitude_(magnitudes / scale).mul_(scale)
+    # float64: which scale is better must not depend on the rounding of a difference or a sum of squares. The order of
+    # the sum is written out, so that it is the same on every device.
+    error = (exact - approximate).square_()
+    while error.shape[1] > 1:
+        half = error.shape[1] // 2
+        error = error[:, :half] + error[:, half:]
+    return error[:, 0]
 
 
 def _checked_parts(packed: PackedTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,29 +29,11 @@ from qerl.formats.base import (
     get_format,
 )
 from qerl.formats.checkpoint import CheckpointReader
+from qerl.formats.companions import copy_companions, plain_config
 from qerl.formats.disk_layout import quantization_config, to_disk
 from qerl.formats.gguf import find_gguf, unpack_gguf
 from qerl.formats.selection import DEFAULT_KEEP, Selection, check_architecture, layer_kind, select
 from qerl.formats.writer import DEFAULT_SHARD_BYTES, CheckpointWriter
-
-# Files beside the weights that belong to the model; config.json is written anew.
-_COMPANIONS = (
-    "tokenizer*",
-    "vocab.*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "generation_config.json",
-    "chat_template*",
-    "additional_chat_templates",
-    "*.jinja",
-    "*.tiktoken",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "*.py",
-    "LICENSE*",
-    "NOTICE*",
-)
 
 Progress = Callable[[int, int, str], None]
 
@@ -323,14 +304,11 @@ def _write_companions(
     weight_format: WeightFormat | None,
     selection: Selection,
 ) -> None:
-    config: dict[str, Any] = {key: value for key, value in reader.config.items() if key != "torch_dtype"}
-    config["dtype"] = "bfloat16"
+    config = plain_config(reader.config)
     if weight_format is not None:
         config["quantization_config"] = quantization_config(weight_format.name, selection.ignored())
     writer.add_json("config.json", config)
-    files = {file for pattern in _COMPANIONS for file in reader.path.glob(pattern)}
-    for file in sorted(files):
-        writer.copy(file)
+    copy_companions(reader.path, writer)
 
 
 @contextmanager

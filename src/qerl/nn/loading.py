@@ -5,14 +5,16 @@ group at a time. A 16-bit checkpoint with ``weights="nvfp4"`` is quantized group
 """
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from qerl.formats.base import get_format
+from qerl.formats.base import PackedTensor, get_format
 from qerl.formats.checkpoint import CheckpointReader
 from qerl.nn.attention import PACKED_ATTENTION
 from qerl.nn.group import WeightGroup
@@ -33,6 +35,28 @@ _TIED_HEAD = "lm_head.weight"
 
 class ModelLoadError(ValueError):
     """A checkpoint that does not fit the request; the message says what to change."""
+
+
+class WeightSource(Protocol):
+    """Where the tensors of a model come from: a checkpoint, or random numbers."""
+
+    path: Path | str
+
+    def names(self) -> Iterable[str]:
+        """Names of the tensors, as in a checkpoint."""
+        ...
+
+    def is_packed(self, module: str) -> bool:
+        """Whether the weight of ``module`` comes packed."""
+        ...
+
+    def load(self, name: str) -> torch.Tensor:
+        """A plain tensor."""
+        ...
+
+    def load_packed(self, module: str) -> PackedTensor:
+        """The packed weight of a module."""
+        ...
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
@@ -76,7 +100,7 @@ def resolve_weights(requested: str, reader: CheckpointReader) -> str:
 
 
 def _load_group(
-    found: ProjectionGroup, reader: CheckpointReader, weights: str, dtype: torch.dtype, device: torch.device
+    found: ProjectionGroup, reader: WeightSource, weights: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     names = found.full_names
     packed_on_disk = [reader.is_packed(name) for name in names]
@@ -112,7 +136,7 @@ def _load_group(
     install_group(found, group, biases)
 
 
-def _load_rest(model: nn.Module, reader: CheckpointReader, dtype: torch.dtype, device: torch.device) -> None:
+def _load_rest(model: nn.Module, reader: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
     """Materialize every parameter that is still on the meta device (embeddings, norms, head)."""
     stored = set(reader.names())
     for name, parameter in list(model.named_parameters()):
@@ -133,13 +157,48 @@ def _load_rest(model: nn.Module, reader: CheckpointReader, dtype: torch.dtype, d
         setattr(parent, name.rpartition(".")[2], value)
 
 
-def _tie_head(model: PreTrainedModel, config: PretrainedConfig, reader: CheckpointReader) -> None:
+def _tie_head(model: PreTrainedModel, config: PretrainedConfig, reader: WeightSource) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head.weight.device.type != "meta" and not config.tie_word_embeddings:
         return
     if not config.tie_word_embeddings:
         raise ModelLoadError(f"{reader.path} has no {_TIED_HEAD} and its config does not tie it to the embedding.")
     head.weight = embedding.weight
+
+
+def empty_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The transformers skeleton of ``config`` with every parameter on the meta device (sets ``config.dtype``)."""
+    config.dtype = dtype
+    with init_empty_weights(include_buffers=False):
+        return AutoModelForCausalLM.from_config(
+            config, attn_implementation=PACKED_ATTENTION, trust_remote_code=trust_remote_code
+        )
+
+
+def fill_model(
+    model: PreTrainedModel, reader: WeightSource, weights: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Fill an empty model from ``reader``, one fused group at a time, and replace its modules (mutates ``model``).
+
+    Raises:
+        ModelLoadError: weights of another model, or a missing tensor.
+    """
+    for found in list(find_projection_groups(model)):
+        _load_group(found, reader, weights, dtype, device)
+    _load_rest(model, reader, dtype, device)
+    install_norms(model)
+    install_residual_stream(model)
+    _tie_head(model, model.config, reader)
+    install_mlps(model)
+    left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.device.type == "meta"]
+    if left:
+        raise ModelLoadError(f"{len(left)} tensors were not loaded from {reader.path}: {', '.join(left[:5])}")
+    for name, buffer in model.named_buffers():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        setattr(parent, name.rpartition(".")[2], buffer.to(device))
+    model.requires_grad_(False)
+    model.eval()
+    model.qerl_weights = weights
 
 
 def load_model(
@@ -172,30 +231,11 @@ def load_model(
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # transformers would look for a quantizer of its own
-    config.dtype = dtype
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=PACKED_ATTENTION, trust_remote_code=trust_remote_code
-        )
-    for found in list(find_projection_groups(model)):
-        _load_group(found, reader, weights, dtype, device)
-    _load_rest(model, reader, dtype, device)
-    install_norms(model)
-    install_residual_stream(model)
-    _tie_head(model, config, reader)
-    install_mlps(model)
-    left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.device.type == "meta"]
-    if left:
-        raise ModelLoadError(f"{len(left)} tensors were not loaded from {path}: {', '.join(left[:5])}")
-    for name, buffer in model.named_buffers():
-        parent = model.get_submodule(name.rpartition(".")[0])
-        setattr(parent, name.rpartition(".")[2], buffer.to(device))
+    model = empty_model(config, dtype, trust_remote_code=trust_remote_code)
+    fill_model(model, reader, weights, dtype, device)
     if (Path(path) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     config.name_or_path = str(path)
-    model.requires_grad_(False)
-    model.eval()
-    model.qerl_weights = weights
     return model
 
 

@@ -15,6 +15,7 @@ from qerl.rollout.core import RequestTooLongError
 from qerl.rollout.engine import EngineConfig, RolloutEngine
 from qerl.rollout.kv_cache import blocks_for_tokens
 from qerl.rollout.lora import AdapterMismatchError
+from qerl.rollout.model_guard import GuardedEngine
 from qerl.rollout.runner import DecoderRunner, UnsupportedArchitectureError
 from qerl.rollout.transformers_backend import TransformersEngine
 
@@ -78,7 +79,7 @@ def make_engine(
         kv_dtype=kv_dtype,
         cuda_graphs=cuda_graphs,
     )
-    engine = RolloutEngine(runner, eos, config)
+    engine = GuardedEngine(model, runner, eos, config)
     if memory_bytes is not None:
         _check_cache_size(engine, memory_bytes, max_model_len)
     return engine
@@ -144,7 +145,7 @@ def build_engine(
     Args:
         model_path: folder with config.json and safetensors (16-bit or packed).
         weights: see :func:`qerl.nn.loading.load_model`.
-        adapter: PEFT adapter folder, or a training run / checkpoint that holds one.
+        adapter: PEFT adapter folder; a checkpoint of a run is one.
         max_model_len: default: the model's positions, at most 4096.
         kv_dtype, cuda_graphs: see :class:`~qerl.rollout.engine.EngineConfig`.
     """

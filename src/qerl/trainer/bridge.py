@@ -121,7 +121,8 @@ class RolloutBridge:
         args, state = self.trainer.args, self.trainer.state
         groups = group_rows(prompts)
         # Ids of the first turn count rows over all ranks, so the same global batch draws the same samples on any number
-        # of ranks. Later turns have other numbers of rows on every rank and get a range per rank.
+        # of ranks that leaves groups whole (the part of a group on a second rank is keyed by its own first row). Later
+        # turns have other numbers of rows on every rank and get a range per rank.
         rank, turn = self.trainer.accelerator.process_index, self._turn()
         first_row = rank * len(prompts) + turn * _ROWS_PER_TURN
         if 0 < turn < _EVALUATION_TURN:

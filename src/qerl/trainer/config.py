@@ -105,6 +105,18 @@ class QeRLConfig(GRPOConfig):
     sigma_end: float = field(default=5e-4, metadata=_help("Noise sigma of the last stage."))
     num_stages: int = field(default=10, metadata=_help("Stages of the schedule; stage 0 has no noise."))
 
+    # DAPO's dynamic sampling.
+    dynamic_sampling: bool = field(
+        default=False, metadata=_help("Sample further prompts in place of groups whose rewards are all equal (DAPO).")
+    )
+    max_dynamic_rounds: int = field(
+        default=10, metadata=_help("Batches sampled for one update at most by dynamic_sampling, the first included.")
+    )
+    dynamic_sampling_reward: str | None = field(
+        default=None,
+        metadata=_help("Reward function that must differ inside a group; default: the weighted sum of all."),
+    )
+
     # Rollout engine.
     rollout_backend: str = field(
         default="auto",
@@ -195,6 +207,11 @@ class QeRLConfig(GRPOConfig):
             raise ConfigError("repetition_penalty must be 1 in training: it makes sampled log-probs history dependent.")
         if self.temperature <= 0:
             raise ConfigError(f"temperature={self.temperature}: groups of equal greedy samples carry no signal.")
+        if self.dynamic_sampling and self.max_dynamic_rounds < 2:
+            raise ConfigError(
+                f"max_dynamic_rounds={self.max_dynamic_rounds} samples nothing anew: use at least 2, or turn "
+                "dynamic_sampling off"
+            )
         for name in ("lora_r", "max_num_seqs", "min_ess_patience"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")

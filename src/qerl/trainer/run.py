@@ -18,6 +18,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from qerl.evaluation.folders import newest_checkpoint
 from qerl.evaluation.result import EvalResult
 from qerl.evaluation.run_log import (
     AFTER_DIR,
@@ -35,6 +36,7 @@ from qerl.tasks.registry import load_task
 from qerl.tasks.rewards import CorrectnessReward, FormatReward
 from qerl.tasks.workers import RewardPool
 from qerl.trainer.config import ConfigError, QeRLConfig
+from qerl.trainer.reward_source import load_reward_functions
 from qerl.trainer.run_config import RunConfig
 from qerl.trainer.run_logger import RunLogger
 from qerl.trainer.trainer import QeRLTrainer
@@ -69,7 +71,7 @@ class StopOnSignal(TrainerCallback):
 
 
 def make_rewards(run: RunConfig, args: QeRLConfig, task: Task, pool: RewardPool | None) -> list[Any]:
-    """Reward functions of the run, in TRL's convention."""
+    """The built-in reward functions of the run, in TRL's convention."""
     limit = args.max_completion_length
     made = {
         "correctness": lambda: CorrectnessReward(task, pool),
@@ -81,16 +83,6 @@ def make_rewards(run: RunConfig, args: QeRLConfig, task: Task, pool: RewardPool 
         "length_penalty": lambda: LengthPenalty(CorrectnessReward(task, pool)),
     }
     return [made[name]() for name in run.rewards]
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete ``checkpoint-N``; incomplete ones (killed while saving) and stray files are skipped."""
-    found = [p for p in folder.glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdigit() and p.is_dir()]
-    for path in sorted(found, key=lambda p: int(p.name.removeprefix("checkpoint-")), reverse=True):
-        if (path / "trainer_state.json").is_file():  # written last
-            return path
-        logger.warning("%s is incomplete (no trainer_state.json) and is skipped", path)
-    return None
 
 
 def resume_checkpoint(args: QeRLConfig) -> str | None:
@@ -138,6 +130,7 @@ class Run:
             raise ConfigError("model is not set: give the local folder of a 16-bit or packed checkpoint")
         self.run, self.args, self.show = run, args, show
         self.checkpoint = resume_checkpoint(args)
+        self.reward_functions = load_reward_functions(run.reward_funcs)
         self.task = load_task(run.task, **run.task_options)
         self.eval_task = self.task
         if run.eval_task is not None:
@@ -172,7 +165,7 @@ class Run:
         with pool as rewards_pool:
             trainer = QeRLTrainer(
                 run.model,
-                make_rewards(run, self.args, self.task, rewards_pool),
+                [*make_rewards(run, self.args, self.task, rewards_pool), *self.reward_functions],
                 self.args,
                 self.dataset,
                 eval_max_new_tokens=run.eval_max_new_tokens,

@@ -34,9 +34,18 @@ class RunConfig:
         default=None, metadata=_help("Task to evaluate on; default: the test side of `task`.")
     )
     eval_task_options: dict[str, Any] = field(default_factory=dict, metadata=_help("Options of `eval_task`."))
-    rewards: list[str] = field(
-        default_factory=lambda: ["correctness"],
-        metadata=_help(f"Any of: {', '.join(REWARDS)}; weighted by reward_weights."),
+    rewards: list[str] | None = field(
+        default=None,
+        metadata=_help(
+            f"Any of: {', '.join(REWARDS)}; weighted by reward_weights. Default: correctness, or none where "
+            "reward_funcs are given."
+        ),
+    )
+    reward_funcs: list[str] = field(
+        default_factory=list,
+        metadata=_help(
+            "Own functions after `rewards`: module:function or path/to/file.py:function, called as TRL calls them."
+        ),
     )
     overlong_cache_tokens: int | None = field(
         default=None,
@@ -53,9 +62,16 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.reward_funcs, str):
+            self.reward_funcs = [self.reward_funcs]
+        if self.rewards is None:
+            self.rewards = [] if self.reward_funcs else ["correctness"]
         unknown = [name for name in self.rewards if name not in REWARDS]
-        if unknown or not self.rewards:
-            raise ValueError(f"rewards={self.rewards}: choose from {', '.join(REWARDS)}")
+        if unknown or not (self.rewards or self.reward_funcs):
+            raise ValueError(
+                f"rewards={self.rewards}: choose from {', '.join(REWARDS)}; own functions go to "
+                "reward_funcs: [path/to/file.py:function]"
+            )
         if self.reward_workers < 0:
             raise ValueError(f"reward_workers={self.reward_workers} must be 0 or more")
         if self.reward_deadline <= 0:

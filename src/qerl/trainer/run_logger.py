@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SAMPLES_PER_STEP = 4
+_KEPT_PREFIXES = ("rewards/", "reward_pool/", "completions/", "dynamic_sampling/")
 
 # TRL's name -> the run folder's.
 _RENAMED = {
@@ -124,7 +125,7 @@ class RunLogger(TrainerCallback):
     def _metrics(self, logs: dict[str, Any]) -> dict[str, float | None]:
         metrics = {ours: logs.get(theirs) for theirs, ours in _RENAMED.items()}
         metrics["sigma"] = metrics["sigma"] or 0.0
-        metrics |= {k: v for k, v in logs.items() if k.startswith(("rewards/", "reward_pool/", "completions/"))}
+        metrics |= {k: v for k, v in logs.items() if k.startswith(_KEPT_PREFIXES)}
         generate, tokens = self.trainer.bridge.take_timings()
         score = self.trainer.take_reward_seconds()
         whole, self._seconds = self._seconds, 0.0

@@ -12,10 +12,7 @@ advantages for equal rewards), ``_calculate_rewards`` (infinite rewards refused)
 micro-batches), ``compute_loss`` (a loss that is not finite stops the run), ``train`` and ``evaluate`` (clean policy).
 """
 
-import inspect
 import logging
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +35,7 @@ from qerl.rollout.build import make_engine
 from qerl.rollout.engine import RolloutEngine
 from qerl.trainer.bridge import RolloutBridge
 from qerl.trainer.config import ConfigError, QeRLConfig
+from qerl.trainer.dynamic import PreparedBatch, make_dynamic_sampling
 from qerl.trainer.logprobs import packed_logprobs
 from qerl.trainer.parity import effective_sample_size
 from qerl.trainer.preflight import (
@@ -50,6 +48,7 @@ from qerl.trainer.preflight import (
 )
 from qerl.trainer.regroup import regroup
 from qerl.trainer.sampler import EpochRepeatSampler
+from qerl.trainer.timed_reward import TimedReward, timed
 
 logger = logging.getLogger(__name__)
 
@@ -127,10 +126,10 @@ class QeRLTrainer(GRPOTrainer):
             train_dataset, longest_prompt = check_prompts(train_dataset, processing_class, args, kwargs.get("tools"))
             longest_eval = longest_eval_prompt(kwargs.get("eval_dataset"), processing_class, args, kwargs.get("tools"))
             longest_prompt = max(longest_prompt, longest_eval)
-        timed = [_TimedReward(f) if _is_plain_function(f) else f for f in _as_list(reward_funcs)]
+        rewards = timed(reward_funcs)
         super().__init__(
             model=model,
-            reward_funcs=timed,
+            reward_funcs=rewards,
             args=args,
             train_dataset=train_dataset,
             processing_class=processing_class,
@@ -138,9 +137,11 @@ class QeRLTrainer(GRPOTrainer):
             callbacks=callbacks,
             **kwargs,
         )
-        self._timed_rewards = [f for f in timed if isinstance(f, _TimedReward)]
+        self._timed_rewards = [f for f in rewards if isinstance(f, TimedReward)]
         self._low_ess_rollouts = 0
         self._rewards_per_func: torch.Tensor | None = None
+        self._prepared: PreparedBatch | None = None
+        self.dynamic = make_dynamic_sampling(self, kwargs)
         self._install_rollouts(longest_prompt, eval_max_new_tokens or 0)
 
     @staticmethod
@@ -250,7 +251,15 @@ class QeRLTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's generation and scoring, plus effective sample size and policy mismatch in the metrics."""
-        output = super()._generate_and_score_completions(inputs)
+        if self.dynamic is not None and self.model.training:
+            self._prepared = self.dynamic.prepare(self, inputs)
+            inputs = self._prepared.inputs
+            for reward in self._timed_rewards:
+                reward.answers = [row.get("answer") for row in inputs]
+        try:
+            output = super()._generate_and_score_completions(inputs)
+        finally:
+            self._prepared = None
         self._zero_equal_groups(output)
         mode = "train" if self.model.training else "eval"
         metrics = self._metrics[mode]
@@ -263,12 +272,23 @@ class QeRLTrainer(GRPOTrainer):
             self._log_importance(output, metrics, mode)
         return output
 
+    def sample_batch(self, prompts: list[Any]) -> tuple[Any, ...]:
+        """TRL's ``_generate`` of this rank's prompts (whole groups over all ranks), metrics included."""
+        return super()._generate(prompts)
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        """TRL's generation, or what dynamic sampling has chosen from it."""
+        return self.sample_batch(prompts) if self._prepared is None else self._prepared.generated
+
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """TRL's rewards [rows over all ranks, functions]; infinite ones are refused, not silently dropped.
 
         Raises:
             RewardValueError: naming the function and the rows.
         """
+        if self._prepared is not None:
+            self._rewards_per_func = self._prepared.rewards
+            return self._prepared.rewards
         rewards = super()._calculate_rewards(*args, **kwargs)
         infinite = rewards.isinf()
         if bool(infinite.any()):
@@ -371,37 +391,5 @@ class QeRLTrainer(GRPOTrainer):
         return sum(f.take_seconds() for f in self._timed_rewards)
 
 
-class _TimedReward:
-    """A reward function that keeps its name, counts its seconds and remembers the golds it saw."""
-
-    def __init__(self, function: Callable[..., list[float | None]]) -> None:
-        self.function = function
-        self.__name__ = getattr(function, "__name__", type(function).__name__)
-        self.seconds = 0.0
-        self.answers: list[Any] = []
-
-    def __call__(self, **kwargs: Any) -> list[float | None]:
-        start = time.perf_counter()
-        self.answers = list(kwargs.get("answer") or [])
-        rewards = self.function(**kwargs)
-        self.seconds += time.perf_counter() - start
-        return rewards
-
-    def take_seconds(self) -> float:
-        """Seconds since the last call (resets)."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
-
-
 def _causal_model(policy: nn.Module) -> PreTrainedModel:
     return policy.get_base_model() if hasattr(policy, "get_base_model") else policy
-
-
-def _is_plain_function(reward: Any) -> bool:
-    """A function that is called with TRL's keyword arguments and returns at once (no model, no coroutine)."""
-    is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
-    return callable(reward) and not isinstance(reward, nn.Module) and not is_async
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 # Up to this many rows of activations the weights stay packed until registers; above, they are dequantized into a
 # workspace and cuBLAS multiplies. 64 rows are one tile: a second one would read and decode every weight again, and
-# from there on the dequantization is shared by enough rows. `benchmarks/kernels_h200.py` measures both sides.
+# from there on the dequantization is shared by enough rows. `qerl bench kernels` measures both sides.
 FEW_ROWS = 64
 
 

@@ -1,0 +1,266 @@
+"""Times of a layer's linears for a number of rows: packed weights, LoRA, the gradient of the input, and their peers.
+
+Every weight is first compared with the fp64 product of its dequantized values; a failed check ends the measurement.
+The weights of a pass are together larger than the cache.
+"""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from qerl.benchmarking.ceilings import Ceilings
+from qerl.benchmarking.geometry import Geometry
+from qerl.benchmarking.results import Row
+from qerl.benchmarking.timing import CheckFailedError, median_us, rms_ratio, rotation
+from qerl.formats.base import get_format
+from qerl.kernels.quant_matmul import FEW_ROWS, quant_matmul_dx
+from qerl.nn.group import WeightGroup
+from qerl.nn.lora import LoraQuantLinear
+from qerl.nn.random_weights import random_group, random_lora_handles
+from qerl.rollout.lora import LoraShadows
+from qerl.rollout.runner import FusedLinear
+
+# RMS error of one rounding to bf16 (0.0017 on spread-out values), and of fp32 sums.
+ROUNDING = {torch.bfloat16: 0.0018, torch.float32: 1e-5}
+# What a plain dense product of the same weights errs is allowed too, and 2 % for another order of summation. The
+# gradient and LoRA are sums of separately rounded parts.
+ALLOWED_OVER_DENSE, ALLOWED_DX, ALLOWED_LORA = 1.02, 1.15, 2.0
+CHECKED_ROWS = (1, 16, 33, 64, 128, 256)
+DX_FROM_ROWS = 2048
+# With this many rows a product takes long, and a weight read once from the cache changes nothing.
+MANY_ROWS, COPIES_AT_MANY_ROWS = 1024, 4
+ALL_FOUR = "fused"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearBench:
+    """What is measured of each linear.
+
+    Attributes:
+        format: of the packed weights.
+        rows: numbers of rows M.
+        lora_rank: 0 without LoRA.
+        dx_from: smallest M whose backward product is timed too.
+    """
+
+    format: str
+    rows: tuple[int, ...]
+    lora_rank: int = 0
+    dx_from: int = DX_FROM_ROWS
+
+
+def measure_linears(
+    geometry: Geometry,
+    bench: LinearBench,
+    ceilings: Ceilings,
+    device: torch.device,
+    on_row: Callable[[Row], None],
+) -> None:
+    """Rows for the four fused linears of a layer, then for the four one after another (``fused``).
+
+    Raises:
+        CheckFailedError: a product that is too far from fp64, or differs between two calls.
+    """
+    dtype = ceilings.dtype
+    shapes = geometry.linears()
+    for layer, (segments, k) in shapes.items():
+        copies = rotation(_packed_bytes(bench.format, segments, k), device)
+        groups = [random_group(bench.format, segments, k, dtype, device) for _ in range(copies)]
+        check_group(f"{geometry.name}.{layer}", groups[0], dtype, bench.rows)
+        if bench.lora_rank:
+            check_lora(f"{geometry.name}.{layer}", groups[0], bench.lora_rank, dtype)
+        packed = [_forward(group, bench.lora_rank, dtype) for group in groups]
+        dense_copies = rotation(sum(segments) * k * dtype.itemsize, device)
+        dense = [random_group("bf16", segments, k, dtype, device).dense() for _ in range(dense_copies)]
+        for m in bench.rows:
+            on_row(_linear_row(geometry, layer, bench, ceilings, groups, packed, dense, m))
+    _measure_chain(geometry, bench, ceilings, device, on_row)
+
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _forward(group: WeightGroup, rank: int, dtype: torch.dtype) -> Forward:
+    """The group's product as the engine calls it, with LoRA of ``rank`` where it is not 0."""
+    return _with_lora(group, rank, dtype)[0] if rank else group.matmul
+
+
+def _with_lora(group: WeightGroup, rank: int, dtype: torch.dtype) -> tuple[FusedLinear, list[LoraQuantLinear]]:
+    """The engine's fused linear with a random adapter, and the adapter layers of its members."""
+    holder, projections = random_lora_handles(group, rank)
+    shadows = LoraShadows(holder, dtype)
+    fused = FusedLinear(projections, shadows)
+    shadows.sync()
+    return fused, projections
+
+
+def _linear_row(
+    geometry: Geometry,
+    layer: str,
+    bench: LinearBench,
+    ceilings: Ceilings,
+    groups: list[WeightGroup],
+    packed: list[Forward],
+    dense: list[torch.Tensor],
+    m: int,
+) -> Row:
+    group = groups[0]
+    device, dtype = dense[0].device, ceilings.dtype
+    n, k = group.out_features, group.in_features
+    if m >= MANY_ROWS:
+        groups, packed, dense = (copies[:COPIES_AT_MANY_ROWS] for copies in (groups, packed, dense))
+    x = torch.randn(m, k, device=device, dtype=dtype)
+    us = median_us(lambda i: packed[i](x), len(packed), device)
+    bf16 = median_us(lambda i: F.linear(x, dense[i]), len(dense), device)
+    row = _row(geometry, layer, bench, m, us, bf16, _floor_us(ceilings, [group], bench.lora_rank, m))
+    row["path"] = path_of(group, m, device)
+    bnb = bitsandbytes_us(dense, x)
+    if bnb is not None:
+        row["bitsandbytes_nf4_us"] = round(bnb, 2)
+    if m >= bench.dx_from and group.format != "bf16":
+        dy = torch.randn(m, n, device=device, dtype=dtype)
+        weights = [g.group_weight() for g in groups]
+        row["dx_us"] = round(median_us(lambda i: quant_matmul_dx(dy, weights[i]), len(weights), device), 2)
+        row["dx_bf16_us"] = round(median_us(lambda i: dy @ dense[i], len(dense), device), 2)
+    return row
+
+
+def _measure_chain(
+    geometry: Geometry, bench: LinearBench, ceilings: Ceilings, device: torch.device, on_row: Callable[[Row], None]
+) -> None:
+    """The four linears of one layer one after another, as a layer runs them."""
+    dtype = ceilings.dtype
+    shapes = list(geometry.linears().values())
+
+    def layers(format: str, num_bytes: float, rank: int) -> list[list[tuple[WeightGroup, Forward]]]:
+        made = []
+        for _ in range(rotation(num_bytes, device)):
+            groups = [random_group(format, segments, k, dtype, device) for segments, k in shapes]
+            made.append([(group, _forward(group, rank, dtype)) for group in groups])
+        return made
+
+    packed_bytes = sum(_packed_bytes(bench.format, segments, k) for segments, k in shapes)
+    packed = layers(bench.format, packed_bytes, bench.lora_rank)
+    dense = layers("bf16", sum(sum(segments) * k * dtype.itemsize for segments, k in shapes), 0)
+    for m in bench.rows:
+        inputs = [torch.randn(m, k, device=device, dtype=dtype) for _, k in shapes]
+
+        def run(layer: list[tuple[WeightGroup, Forward]], inputs: list[torch.Tensor] = inputs) -> None:
+            for (_, forward), x in zip(layer, inputs, strict=True):
+                forward(x)
+
+        us = median_us(lambda i, run=run: run(packed[i]), len(packed), device)
+        bf16 = median_us(lambda i, run=run: run(dense[i]), len(dense), device)
+        floor = sum(_floor_us(ceilings, [group], bench.lora_rank, m) for group, _ in packed[0])
+        row = _row(geometry, ALL_FOUR, bench, m, us, bf16, floor)
+        on_row(row | {"path": path_of(packed[0][0][0], m, device)})
+
+
+def _row(geometry: Geometry, layer: str, bench: LinearBench, m: int, us: float, bf16_us: float, floor_us: float) -> Row:
+    return {
+        "model": geometry.name,
+        "layer": layer,
+        "format": bench.format,
+        "M": m,
+        "lora_rank": bench.lora_rank,
+        "us": round(us, 2),
+        "bf16_us": round(bf16_us, 2),
+        "roofline_us": round(floor_us, 2),
+        "roofline_share": round(floor_us / us, 4),
+        "bf16_over_ours": round(bf16_us / us, 3),
+    }
+
+
+def _packed_bytes(format: str, segments: Sequence[int], k: int) -> float:
+    return sum(segments) * k * get_format(format).bits_per_weight / 8
+
+
+def _floor_us(ceilings: Ceilings, groups: Sequence[WeightGroup], rank: int, m: int) -> float:
+    """Packed bytes and LoRA factors once, or the FLOPs; activations are left out."""
+    num_bytes = flops = 0.0
+    for group in groups:
+        n, k = group.out_features, group.in_features
+        lora = rank * (len(group.segments) * k + n)
+        num_bytes += group.resident_bytes + lora * ceilings.dtype.itemsize
+        flops += 2.0 * m * (n * k + lora)
+    return ceilings.floor_us(num_bytes, flops)
+
+
+def dequantized(group: WeightGroup) -> torch.Tensor:
+    """The group's weight in fp32, by the plain torch definition of its format: ``[N, K]``."""
+    if group.format == "bf16":
+        return group.packed.detach().float()
+    weight_format = get_format(group.format)
+    return torch.cat([weight_format.dequantize(group.packed_tensor(i)) for i in range(len(group.segments))])
+
+
+def check_group(name: str, group: WeightGroup, dtype: torch.dtype, rows: Sequence[int]) -> None:
+    """Compare products of a few M (up to the largest that is timed) with fp64, and two calls with each other.
+
+    Raises:
+        CheckFailedError: with the errors.
+    """
+    wide = dequantized(group).double()
+    rounded = wide.to(dtype)
+    for m in [m for m in CHECKED_ROWS if m <= max(rows)] or [max(rows)]:
+        x = torch.randn(m, group.in_features, device=wide.device, dtype=dtype)
+        y = group.matmul(x)
+        error = rms_ratio(y, x.double() @ wide.t())
+        dense = rms_ratio(F.linear(x, rounded), x.double() @ rounded.double().t())
+        limit = ALLOWED_OVER_DENSE * max(ROUNDING[dtype], dense)
+        if not error <= limit:
+            raise CheckFailedError(f"{name} M={m}: error {error:.6f} against fp64, allowed {limit:.6f}")
+        if not torch.equal(y, group.matmul(x)):
+            raise CheckFailedError(f"{name} M={m}: two calls differ")
+    if group.format == "bf16":
+        return
+    dy = torch.randn(min(256, max(rows)), group.out_features, device=wide.device, dtype=dtype)
+    error, limit = (
+        rms_ratio(quant_matmul_dx(dy, group.group_weight()), dy.double() @ wide),
+        ALLOWED_DX * ROUNDING[dtype],
+    )
+    if not error <= limit:
+        raise CheckFailedError(f"{name}: error {error:.6f} of dX against fp64, allowed {limit}")
+
+
+def check_lora(name: str, group: WeightGroup, rank: int, dtype: torch.dtype) -> None:
+    """Compare the product with a random adapter with fp64, from the fp32 masters.
+
+    Raises:
+        CheckFailedError: with the error.
+    """
+    fused, members = _with_lora(group, rank, dtype)
+    wide = dequantized(group).double() + torch.cat([member.get_delta_weight("default") for member in members]).double()
+    x = torch.randn(16, group.in_features, device=wide.device, dtype=dtype)
+    error, limit = rms_ratio(fused(x), x.double() @ wide.t()), ALLOWED_LORA * ROUNDING[dtype]
+    if not error <= limit:
+        raise CheckFailedError(f"{name} with LoRA: error {error:.6f} against fp64, allowed {limit}")
+
+
+def path_of(group: WeightGroup, m: int, device: torch.device) -> str:
+    """Which implementation multiplies ``m`` rows."""
+    if device.type != "cuda":
+        return "torch"
+    if group.format == "bf16":
+        return "cublas"
+    return "triton-few-rows" if m <= FEW_ROWS else "dequantize+cublas"
+
+
+def bitsandbytes_us(dense: list[torch.Tensor], x: torch.Tensor) -> float | None:
+    """Time of bitsandbytes' NF4 product on the same shapes; None without bitsandbytes or without a GPU."""
+    if not x.is_cuda or importlib.util.find_spec("bitsandbytes") is None:
+        return None
+    import bitsandbytes
+    from bitsandbytes.functional import quantize_4bit
+
+    copies = rotation(dense[0].numel() * get_format("nf4").bits_per_weight / 8, x.device)
+    packed = [
+        quantize_4bit(dense[i % len(dense)], blocksize=64, compress_statistics=False, quant_type="nf4")
+        for i in range(copies)
+    ]
+    return median_us(
+        lambda i: bitsandbytes.matmul_4bit(x, packed[i][0].t(), quant_state=packed[i][1]), copies, x.device
+    )

@@ -1,0 +1,229 @@
+"""Rollout speed of a model: decode and prefill at fixed lengths, continuous against static batches at long-tailed ones.
+
+Prompts are distinct random tokens, so no prefix is shared; every token is sampled at temperature 1 and no token ends a
+sample. Decode is timed by difference, as one times a server that gives no insight: the time of N tokens minus the time
+of one, over N - 1 steps.
+"""
+
+import gc
+import math
+import resource
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+
+import torch
+
+from qerl.benchmarking.ceilings import Ceilings
+from qerl.benchmarking.results import Row
+from qerl.benchmarking.subject import Subject
+from qerl.benchmarking.timing import CheckFailedError, synchronize
+from qerl.rollout.core import CompletionOutput, SamplingParams
+from qerl.rollout.engine import RolloutEngine
+from qerl.rollout.kv_cache import blocks_for_tokens
+
+# Mean |log-prob engine - transformers| of a right engine stays well below; a wrong one is off by the spread of the
+# logits, which is about 1.
+PARITY_LIMIT = {"bf16": 0.1, "fp32": 1e-3, "fp8": 0.1}
+# Decode steps of a warm-up with every sequence running.
+_WARM_UP_STEPS = 6
+# A batch size runs eagerly when it is first met and is captured the second time: after two warm-ups all are replayed.
+_WARM_UPS = 2
+# Long-tailed lengths are shortened by this for the warm-up, which so meets the batch sizes of the real run.
+_WARM_UP_SHARE = 32
+
+
+def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """``count`` prompts of ``length`` uniformly random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (count, length), generator=generator).tolist()
+
+
+def make_engine(subject: Subject, slots: int, longest: int) -> RolloutEngine:
+    """An engine whose pool holds ``slots`` sequences of ``longest`` tokens (prompt and completion)."""
+    blocks = slots * (blocks_for_tokens(longest, 16) + 1)
+    return subject.engine(slots, longest, blocks)
+
+
+def measure_fixed(
+    subject: Subject, ceilings: Ceilings, batches: Sequence[int], prompt: int, new: int, on_row: Callable[[Row], None]
+) -> None:
+    """One row for each batch size: ``new`` tokens after ``prompt`` ones; handed to ``on_row`` as they come.
+
+    Raises:
+        CheckFailedError: tokens are missing, log-probs not finite, or the engine disagrees with transformers.
+        ValueError: fewer than 2 new tokens, between which there is nothing to time.
+    """
+    if new < 2:
+        raise ValueError(f"--new must be at least 2 to time decode steps, got {new}")
+    engine = make_engine(subject, max(batches), prompt + new)
+    for batch in batches:
+        prompts = random_prompts(batch, prompt, subject.geometry.vocab, seed=batch)
+        # Prompts are prefilled step by step, and those that are through decode meanwhile.
+        prefill_steps = -(-batch * prompt // engine.config.max_batch_tokens)
+        for _ in range(_WARM_UPS):
+            _timed(engine, prompts, min(new, prefill_steps + _WARM_UP_STEPS))
+        reset_peak(subject.device)
+        prefill_s = min(_timed(engine, prompts, 1)[0] for _ in range(2))
+        total_s, outputs = _timed(engine, prompts, new)
+        stats = engine.stats
+        parity = check_outputs(subject, prompts, outputs, new)
+        row = _fixed_row(subject, ceilings, batch, prompt, new, prefill_s, total_s)
+        counts = {"steps": stats.steps, "graph_replays": stats.graph_replays, "preemptions": stats.preemptions}
+        on_row(row | {"parity": round(parity, 6)} | counts)
+    engine.reset()
+    free_memory(subject.device)
+
+
+def _fixed_row(
+    subject: Subject, ceilings: Ceilings, batch: int, prompt: int, new: int, prefill_s: float, total_s: float
+) -> Row:
+    decode_s = total_s - prefill_s
+    if decode_s <= 0:
+        raise CheckFailedError(
+            f"{new} tokens took {total_s:.4f} s, 1 token {prefill_s:.4f} s: too short to time; raise --new"
+        )
+    step_s = decode_s / (new - 1)
+    context = prompt + new / 2
+    floor_us = ceilings.floor_us(subject.step_bytes(batch, context), subject.step_flops(batch, context))
+    return {
+        **_labels(subject),
+        "batch": batch,
+        "prompt": prompt,
+        "new": new,
+        "tokens_per_s": round(batch / step_s, 1),
+        "ms_per_step": round(1e3 * step_s, 4),
+        "roofline_share": round(floor_us / (1e6 * step_s), 4),
+        "peak_gb": round(peak_bytes(subject.device) / 1e9, 3),
+        "prefill_s": round(prefill_s, 4),
+        "end_to_end_tokens_per_s": round(batch * new / total_s, 1),
+    }
+
+
+def measure_prefill(subject: Subject, ceilings: Ceilings, sequences: int, length: int) -> Row:
+    """Seconds from ``sequences`` prompts of ``length`` tokens to one sampled token each; best of two."""
+    engine = make_engine(subject, sequences, length + 1)
+    prompts = random_prompts(sequences, length, subject.geometry.vocab, seed=sequences)
+    _timed(engine, prompts, 1)
+    seconds = min(_timed(engine, prompts, 1)[0] for _ in range(2))
+    # Attention is left out of the FLOPs: at these lengths it is a few per cent of them.
+    floor_us = ceilings.floor_us(
+        0, sequences * length * (subject.step_flops(1, 0) - 2.0 * subject.runner.head.weight.numel())
+    )
+    engine.reset()
+    free_memory(subject.device)
+    return {
+        **_labels(subject),
+        "sequences": sequences,
+        "prompt": length,
+        "seconds": round(seconds, 4),
+        "prompt_tokens_per_s": round(sequences * length / seconds, 1),
+        "roofline_share": round(floor_us / (1e6 * seconds), 4),
+    }
+
+
+def measure_long_tailed(subject: Subject, slots: int, prompt: int, lengths: Sequence[int]) -> Row:
+    """Completions of the given lengths over ``slots`` places: continuous batching, and static batches of ``slots``.
+
+    A static batch runs until its longest completion is done, as padded generation does; only wanted tokens count.
+    Both times include prefill.
+    """
+    engine = make_engine(subject, slots, prompt + max(lengths))
+    prompts = random_prompts(len(lengths), prompt, subject.geometry.vocab, seed=len(lengths))
+    for _ in range(_WARM_UPS):
+        run_continuous(engine, prompts, [-(-length // _WARM_UP_SHARE) for length in lengths])
+        _timed(engine, prompts[:slots], min(max(lengths), _WARM_UP_STEPS))
+    reset_peak(subject.device)
+    synchronize(subject.device)
+    started = time.perf_counter()
+    drawn = run_continuous(engine, prompts, lengths)
+    synchronize(subject.device)
+    continuous_s = time.perf_counter() - started
+    if drawn != sum(lengths):
+        raise CheckFailedError(f"continuous batching returned {drawn} tokens, {sum(lengths)} were asked")
+    static_s = sum(
+        _timed(engine, prompts[i : i + slots], max(lengths[i : i + slots]))[0] for i in range(0, len(lengths), slots)
+    )
+    engine.reset()
+    free_memory(subject.device)
+    return {
+        **_labels(subject),
+        "slots": slots,
+        "samples": len(lengths),
+        "prompt": prompt,
+        "mean_new": round(sum(lengths) / len(lengths), 1),
+        "max_new": max(lengths),
+        "tokens_per_s": round(sum(lengths) / continuous_s, 1),
+        "static_tokens_per_s": round(sum(lengths) / static_s, 1),
+        "continuous_over_static": round(static_s / continuous_s, 3),
+        "peak_gb": round(peak_bytes(subject.device) / 1e9, 3),
+    }
+
+
+def run_continuous(engine: RolloutEngine, prompts: Sequence[list[int]], lengths: Sequence[int]) -> int:
+    """Generate ``lengths[i]`` tokens of ``prompts[i]`` in one session; returns how many tokens came."""
+    drawn = 0
+    with closing(engine.open_session()) as session:
+        for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+            session.add(prompt, SamplingParams(max_tokens=length, seed=index, ignore_eos=True))
+        while session.has_unfinished:
+            drawn += len(session.step())
+    return drawn
+
+
+def _timed(engine: RolloutEngine, prompts: list[list[int]], new: int) -> tuple[float, list[list[CompletionOutput]]]:
+    device = engine.runner.device
+    synchronize(device)
+    started = time.perf_counter()
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=new, temperature=1.0, ignore_eos=True))
+    synchronize(device)
+    return time.perf_counter() - started, outputs
+
+
+def check_outputs(subject: Subject, prompts: list[list[int]], outputs: list[list[CompletionOutput]], new: int) -> float:
+    """Every sample is whole and finite, and the first one is scored alike by transformers; returns that difference.
+
+    Raises:
+        CheckFailedError: with the numbers.
+    """
+    for index, (sample,) in enumerate(outputs):
+        if len(sample.token_ids) != new or not all(map(math.isfinite, sample.logprobs)):
+            raise CheckFailedError(f"sample {index} has {len(sample.token_ids)} of {new} tokens, or infinite log-probs")
+    parity = subject.parity(prompts[0], outputs[0][0])
+    limit = PARITY_LIMIT[subject.kv_name]
+    if not parity <= limit:
+        raise CheckFailedError(
+            f"engine and transformers differ by {parity:.4f} a token on average, over the limit of {limit}"
+        )
+    return parity
+
+
+def _labels(subject: Subject) -> Row:
+    return {
+        "engine": "qerl",
+        "model": subject.name,
+        "weights": subject.weights,
+        "lora_rank": subject.lora_rank,
+        "kv_dtype": subject.kv_name,
+        "head_dtype": subject.compute_dtype,
+    }
+
+
+def free_memory(device: torch.device) -> None:
+    """Give cached blocks back, so that the next pool finds them."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def reset_peak(device: torch.device) -> None:
+    """Start counting the largest allocation anew (GPU only)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Largest allocation on the GPU since the last reset; on the CPU, of this process since it started."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,151 @@
+"""Everything behind ``qerl bench rollout``: models in turn, the table and the file."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from qerl.benchmarking.ceilings import Ceilings, measure_ceilings
+from qerl.benchmarking.geometry import check_fits_cpu, geometry_of_values, read_config
+from qerl.benchmarking.lengths import lognormal_lengths
+from qerl.benchmarking.peers import measure_peer, require_peer
+from qerl.benchmarking.results import ResultFile, Row, device_name, use_dependent_launch
+from qerl.benchmarking.rollout import free_memory, measure_fixed, measure_long_tailed, measure_prefill
+from qerl.benchmarking.subject import UnsupportedBenchError, build_subject, check_head_dtype, engine_kv_dtype
+from qerl.nn.loading import resolve_device, resolve_dtype
+
+Print = Callable[[str], object]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPlan:
+    """What to measure; see the options of ``qerl bench rollout``.
+
+    Attributes:
+        source: model folder, or a config.json (then weights are random).
+        lognormal: (mean, longest, samples) of long-tailed lengths; None: fixed ones.
+        prefill: (sequences, tokens) to time prefill with.
+    """
+
+    source: Path
+    name: str | None
+    weights: list[str]
+    ranks: list[int]
+    batches: list[int]
+    prompt: int
+    new: int
+    lognormal: tuple[float, int, int] | None
+    prefill: tuple[int, int] | None
+    kv_dtype: str
+    head_dtype: str
+    peer: str | None
+    device: str
+    seed: int
+    out: Path | None
+    append: bool
+    dependent_launch: bool
+    commit: str | None
+    cpu_parameter_limit: int
+
+
+Add = Callable[[str, Row], None]
+
+
+def _add(results: ResultFile, say: Print, part: str, row: Row) -> None:
+    results.add(part, row)
+    say(describe(part, row))
+
+
+def run_rollout(plan: RolloutPlan, say: Print) -> ResultFile:
+    """Measure every combination of weights and LoRA rank of ``plan``; returns the rows.
+
+    Raises:
+        UnsupportedBenchError: something that the engine or a peer does not do.
+        CheckFailedError: a wrong result; nothing is measured after it.
+        GeometryError: a geometry too large for a CPU.
+    """
+    device = resolve_device(plan.device)
+    check_head_dtype(plan.head_dtype, plan.device)
+    kv_dtype = engine_kv_dtype(plan.kv_dtype, plan.device)
+    if plan.peer is not None:
+        require_peer(plan.peer)
+    config_path = plan.source / "config.json" if plan.source.is_dir() else plan.source
+    geometry = geometry_of_values(read_config(config_path), plan.name or config_path.stem)
+    if not plan.source.is_dir() and "auto" in plan.weights:
+        raise UnsupportedBenchError("--weights auto needs a model folder; with --config-json name the format")
+    if device.type != "cuda":
+        check_fits_cpu(geometry, plan.cpu_parameter_limit)
+    launch = use_dependent_launch(plan.dependent_launch)
+    ceilings = measure_ceilings(device, resolve_dtype("auto", device))
+    say(f"{device_name(device)}: {ceilings.as_row()}")
+    free_memory(device)
+    results = ResultFile(plan.out, device, commit=plan.commit, append=plan.append, ceilings=ceilings.as_row(), **launch)
+    add = partial(_add, results, say)
+    for weights in plan.weights:
+        for rank in plan.ranks:
+            _measure(plan, weights, rank, kv_dtype, ceilings, add)
+            free_memory(device)
+    if plan.peer is not None:
+        measure_peer(plan.peer, plan, device, lambda row: add("rows", row))
+    return results
+
+
+def _measure(plan: RolloutPlan, weights: str, rank: int, kv_dtype: str, ceilings: Ceilings, add: Add) -> None:
+    started = time.perf_counter()
+    subject = build_subject(
+        plan.source,
+        weights=weights,
+        lora_rank=rank,
+        kv_dtype=kv_dtype,
+        device=plan.device,
+        seed=plan.seed,
+        name=plan.name,
+    )
+    resident = subject.step_bytes(0, 0)
+    add(
+        "models",
+        {
+            "model": subject.name,
+            "weights": subject.weights,
+            "lora_rank": rank,
+            "read_a_step_gb": round(resident / 1e9, 3),
+            "build_s": round(time.perf_counter() - started, 2),
+        },
+    )
+    if plan.lognormal is None:
+        measure_fixed(subject, ceilings, plan.batches, plan.prompt, plan.new, lambda row: add("rows", row))
+    else:
+        mean, longest, samples = plan.lognormal
+        lengths = lognormal_lengths(samples, mean, longest, plan.seed)
+        for slots in plan.batches:
+            add("long_tailed", measure_long_tailed(subject, slots, plan.prompt, lengths))
+    if plan.prefill is not None:
+        add("prefill", measure_prefill(subject, ceilings, *plan.prefill))
+
+
+def describe(part: str, row: Row) -> str:
+    """One line of the table."""
+    if part == "models":
+        return (
+            f"{row['model']} {row['weights']}, LoRA rank {row['lora_rank']}: {row['read_a_step_gb']} GB without KV a "
+            f"step, built in {row['build_s']} s"
+        )
+    label = f"{row['engine']:12} {row['model']} {row['weights']:5} r{row['lora_rank']:<3} KV {row['kv_dtype']}"
+    if part == "prefill":
+        return (
+            f"{label} prefill {row['sequences']} x {row['prompt']}: {row['seconds']:.3f} s, "
+            f"{row['prompt_tokens_per_s']:,.0f} tokens/s, {100 * row['roofline_share']:.1f} % of the FLOP ceiling"
+        )
+    if part == "long_tailed":
+        return (
+            f"{label} {row['samples']} samples, mean {row['mean_new']}, over {row['slots']} places: "
+            f"{row['tokens_per_s']:,.1f} tokens/s, static batches {row['static_tokens_per_s']:,.1f} "
+            f"({row['continuous_over_static']:.2f}x)"
+        )
+    share = f", {100 * row['roofline_share']:.1f} % of the roofline" if row.get("roofline_share") else ""
+    peak = "" if row["peak_gb"] is None else f", peak {row['peak_gb']:.1f} GB"
+    return (
+        f"{label} batch {row['batch']:<4} {row['prompt']} + {row['new']}: {row['tokens_per_s']:10,.1f} tokens/s, "
+        f"{row['ms_per_step']:.3f} ms a step{share}, prefill {row['prefill_s']:.3f} s{peak}"
+    )

@@ -1,0 +1,160 @@
+"""``qerl bench``: how fast rollouts and kernels are here, beside what the memory and the arithmetic would allow."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qerl.cli.errors import user_errors
+from qerl.cli.options import Device
+
+if TYPE_CHECKING:
+    from qerl.benchmarking.geometry import Geometry
+
+DEFAULT_ROWS = "1,2,8,16,32,64,128,256,512,1024,2048,4096,8192"
+PARTS = ("linears", "attention", "decode_ops", "dequantize", "quantizer")
+# A pass over more weights than this takes minutes on a CPU.
+CPU_PARAMETER_LIMIT = 1_000_000_000
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Out = Annotated[Path | None, typer.Option(help="JSON file of the results; rewritten after every row.")]
+Append = Annotated[bool, typer.Option("--append", help="Keep the rows that --out holds already.")]
+DependentLaunch = Annotated[
+    bool, typer.Option(help="Kernels may start while the one before them ends (sm_90); off to compare.")
+]
+Commit = Annotated[str | None, typer.Option(help="Commit of the code, where there is no git to ask.")]
+Seed = Annotated[int, typer.Option(help="Seed of random weights.")]
+
+
+@app.callback()
+def _group() -> None:
+    """Measure rollouts and kernels; every figure comes with its check and its ceiling."""
+
+
+@app.command()
+@user_errors()
+def rollout(
+    model: Annotated[Path | None, typer.Argument(help="Model folder; or use --config-json.")] = None,
+    config_json: Annotated[Path | None, typer.Option(help="config.json of the geometry; weights are random.")] = None,
+    weights: Annotated[
+        str, typer.Option(help="bf16, nvfp4, nf4 (or auto with a folder); several with commas.")
+    ] = "nvfp4",
+    lora_rank: Annotated[
+        str, typer.Option(help="Rank of LoRA on every linear, 0 for none; several with commas.")
+    ] = "0",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 256,
+    new: Annotated[int, typer.Option(min=2, help="Tokens to generate (fixed lengths).")] = 1024,
+    batch: Annotated[str, typer.Option(help="Sequences at once; several with commas.")] = "1,8,32,64,128,256",
+    lengths: Annotated[str, typer.Option(help="fixed, or lognormal: continuous against static batches.")] = "fixed",
+    mean_new: Annotated[float, typer.Option(min=1, help="Mean length (lognormal).")] = 600,
+    max_new: Annotated[int, typer.Option(min=1, help="Longest length (lognormal).")] = 4096,
+    samples: Annotated[int, typer.Option(min=1, help="Completions (lognormal).")] = 128,
+    prefill: Annotated[str | None, typer.Option(help="Also time prefill: SEQUENCESxTOKENS, such as 256x256.")] = None,
+    kv_dtype: Annotated[str, typer.Option(help="Dtype of the KV cache: auto (compute dtype) or fp8.")] = "auto",
+    head_dtype: Annotated[str, typer.Option(help="Dtype of the output head: auto (compute dtype).")] = "auto",
+    peer: Annotated[str | None, typer.Option(help="Measure transformers or vllm on the same work too.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the model in the rows; default: of its file.")] = None,
+    out: Out = None,
+    append: Append = False,
+    dependent_launch: DependentLaunch = True,
+    commit: Commit = None,
+    device: Device = "auto",
+    seed: Seed = 0,
+) -> None:
+    """Time generation: distinct random prompts, every token sampled at T = 1, nothing ends a sample early."""
+    if (model is None) == (config_json is None):
+        raise ValueError("give a model folder or --config-json, one of them")
+    if lengths not in ("fixed", "lognormal"):
+        raise ValueError(f"--lengths {lengths!r} is unknown; use fixed or lognormal")
+    source = model or config_json
+    if not source.exists():
+        raise FileNotFoundError(f"no such file or folder: {source}")
+    plan = {
+        "weights": [part.strip() for part in weights.split(",")],
+        "ranks": numbers("--lora-rank", lora_rank, lowest=0),
+        "batches": numbers("--batch", batch),
+        "prefill": None if prefill is None else _sizes(prefill),
+    }
+
+    from qerl.benchmarking.run_rollout import RolloutPlan, run_rollout
+    from qerl.cli.progress import quiet_libraries
+
+    quiet_libraries()
+    lognormal = (mean_new, max_new, samples) if lengths == "lognormal" else None
+    run_rollout(
+        RolloutPlan(
+            source=source, name=name, prompt=prompt, new=new, lognormal=lognormal, kv_dtype=kv_dtype,
+            head_dtype=head_dtype, peer=peer, device=device, seed=seed, out=out, append=append,
+            dependent_launch=dependent_launch, commit=commit,
+            cpu_parameter_limit=CPU_PARAMETER_LIMIT, **plan,
+        ),
+        typer.echo,
+    )  # fmt: skip
+
+
+@app.command()
+@user_errors()
+def kernels(
+    model: Annotated[str, typer.Option(help="7B, 32B (Qwen2.5); several with commas.")] = "7B,32B",
+    config_json: Annotated[Path | None, typer.Option(help="config.json of another geometry.")] = None,
+    format: Annotated[str, typer.Option(help="nvfp4 or nf4.")] = "nvfp4",
+    rows: Annotated[str, typer.Option(help="Numbers of rows M, with commas.")] = DEFAULT_ROWS,
+    lora_rank: Annotated[int, typer.Option(min=0, help="Rank of LoRA in the linears.")] = 0,
+    parts: Annotated[str, typer.Option(help=f"What to measure: {', '.join(PARTS)}; with commas.")] = ",".join(PARTS),
+    quantizer_layers: Annotated[int, typer.Option(min=1, help="Layers that the quantizer packs.")] = 4,
+    out: Out = None,
+    append: Append = False,
+    dependent_launch: DependentLaunch = True,
+    commit: Commit = None,
+    device: Device = "auto",
+) -> None:
+    """Time the quantized matmul of every linear and the kernels beside it, against cuBLAS bf16 and the roofline."""
+    if format not in ("nvfp4", "nf4"):
+        raise ValueError(f"--format {format!r} is unknown; use nvfp4 or nf4")
+    chosen = [part.strip() for part in parts.split(",")]
+    unknown = [part for part in chosen if part not in PARTS]
+    if unknown:
+        raise ValueError(f"--parts {', '.join(unknown)} is unknown; choose from {', '.join(PARTS)}")
+    counts = numbers("--rows", rows)
+    geometries = _geometries(model, config_json)
+
+    from qerl.benchmarking.run_kernels import KernelPlan, run_kernels
+
+    run_kernels(
+        KernelPlan(
+            geometries=tuple(geometries), format=format, rows=tuple(counts), lora_rank=lora_rank, parts=tuple(chosen),
+            quantizer_layers=quantizer_layers, device=device, out=out, append=append,
+            dependent_launch=dependent_launch, commit=commit,
+            cpu_parameter_limit=CPU_PARAMETER_LIMIT,
+        ),
+        typer.echo,
+    )  # fmt: skip
+
+
+def numbers(option: str, text: str, lowest: int = 1) -> list[int]:
+    """Comma-separated whole numbers of at least ``lowest``."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) >= lowest for part in parts):
+        raise ValueError(f"{option} {text!r} must be whole numbers of at least {lowest}, separated by commas")
+    return [int(part) for part in parts]
+
+
+def _sizes(text: str) -> tuple[int, int]:
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+        raise ValueError(f"--prefill {text!r} must be SEQUENCESxTOKENS, such as 256x256")
+    return int(parts[0]), int(parts[1])
+
+
+def _geometries(names: str, config_json: Path | None) -> "list[Geometry]":
+    from qerl.benchmarking.geometry import KNOWN, geometry_of_values, read_config
+
+    if config_json is not None:
+        values: dict[str, Any] = read_config(config_json)
+        return [geometry_of_values(values, config_json.stem)]
+    chosen = [name.strip() for name in names.split(",")]
+    unknown = [name for name in chosen if name not in KNOWN]
+    if unknown:
+        raise ValueError(f"--model {', '.join(unknown)} is unknown; use {', '.join(KNOWN)} or --config-json")
+    return [KNOWN[name] for name in chosen]

@@ -1,0 +1,108 @@
+"""Start the server: checks that need no model first, then the model, then the port."""
+
+import ipaddress
+import logging
+from pathlib import Path
+
+from qerl.rollout.build import build_engine
+from qerl.rollout.core import SamplingParams
+from qerl.rollout.engine import RolloutEngine
+from qerl.rollout.runner import UnsupportedArchitectureError
+from qerl.serving.errors import MissingServerPackageError
+from qerl.serving.requests import RequestParser
+from qerl.serving.worker import EngineWorker
+
+logger = logging.getLogger(__name__)
+
+
+class UnprotectedServerError(ValueError):
+    """A server that anybody on the network could use."""
+
+
+def check_exposure(host: str, api_key: str | None) -> None:
+    """Other machines may connect only with a key.
+
+    Raises:
+        UnprotectedServerError: ``host`` is not this machine alone, and there is no key.
+        ValueError: the key is empty.
+    """
+    if api_key is not None and not api_key.strip():
+        raise ValueError("the API key is empty: give one, or leave --api-key out")
+    if api_key is None and not _is_loopback(host):
+        raise UnprotectedServerError(
+            f"--host {host} lets other machines connect, who could all use the model: set a key (--api-key KEY, or "
+            "QERL_API_KEY in the environment), or keep --host 127.0.0.1 and reach it through an SSH tunnel"
+        )
+
+
+def _warm_up(engine: RolloutEngine) -> None:
+    """A few tokens through a session, which also allocates the KV pool that the server will use."""
+    with engine.open_session() as session:
+        session.add([0], SamplingParams(max_tokens=4, ignore_eos=True))
+        while session.has_unfinished:
+            session.step()
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def serve(
+    model: str,
+    *,
+    adapter: str | None = None,
+    name: str | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str | None = None,
+    weights: str = "auto",
+    device: str = "auto",
+    max_model_len: int | None = None,
+    max_num_seqs: int = 256,
+    kv_dtype: str = "auto",
+) -> None:
+    """Load ``model`` and serve it until interrupted.
+
+    Args:
+        name: that clients ask for; default: name of the folder.
+        max_model_len, max_num_seqs, kv_dtype: see :func:`qerl.rollout.build.build_engine`.
+
+    Raises:
+        UnprotectedServerError: an address that others can reach, without a key.
+        MissingServerPackageError: FastAPI or uvicorn is not installed.
+        UnsupportedArchitectureError: a model that the engine does not run.
+    """
+    check_exposure(host, api_key)
+    try:
+        import uvicorn
+
+        from qerl.serving.app import Server
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("fastapi", "uvicorn", "starlette"):
+            raise
+        raise MissingServerPackageError(
+            f"serving needs the package {error.name}: pip install 'qerl[serve]' (FastAPI and uvicorn)"
+        ) from error
+    engine, tokenizer, _ = build_engine(
+        model,
+        weights=weights,
+        adapter=adapter,
+        device=device,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        kv_dtype=kv_dtype,
+    )
+    if not isinstance(engine, RolloutEngine):
+        raise UnsupportedArchitectureError(f"{model} runs on transformers' generation only, which cannot be served")
+    # Kernels are compiled, and weights decoded where that is done once, before the first client waits for it.
+    _warm_up(engine)
+    served_name = name or Path(model).resolve().name
+    parser = RequestParser(tokenizer, served_name, engine.max_model_len, engine.runner.vocab_size)
+    server = Server(EngineWorker(engine), parser, api_key)
+    logger.info("serving %s at http://%s:%d/v1 (%d tokens a request)", served_name, host, port, engine.max_model_len)
+    uvicorn.run(server.app(), host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)

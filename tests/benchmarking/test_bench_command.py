@@ -1,0 +1,159 @@
+"""``qerl bench`` on a CPU: rows, files, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from qerl.benchmarking import rollout as rollout_bench
+from qerl.benchmarking.subject import build_subject
+from qerl.benchmarking.timing import CheckFailedError
+from qerl.cli.main import app
+from qerl.rollout.core import SamplingParams
+
+runner = CliRunner()
+ROLLOUT_KEYS = {
+    "model", "batch", "weights", "lora_rank", "kv_dtype", "head_dtype", "prompt", "new", "tokens_per_s", "ms_per_step",
+    "roofline_share", "peak_gb",
+}  # fmt: skip
+KERNEL_KEYS = {"model", "layer", "M", "lora_rank", "us", "bf16_us", "roofline_us", "path"}
+
+
+@pytest.fixture(autouse=True)
+def _keep_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qerl.cli.progress.quiet_libraries", lambda: None)
+
+
+def test_rollout_rows(tiny_config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "rollout.json"
+    arguments = ["--config-json", str(tiny_config), "--batch", "1,3", "--prompt", "9", "--new", "12", "--weights",
+                 "nvfp4,bf16", "--lora-rank", "0,4", "--prefill", "2x8", "--peer", "transformers", "--out", str(out),
+                 "--device", "cpu", "--name", "tiny"]  # fmt: skip
+    result = runner.invoke(app, ["bench", "rollout", *arguments])
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    ours = [row for row in written["rows"] if row["engine"] == "qerl"]
+    assert [(row["weights"], row["lora_rank"], row["batch"]) for row in ours] == [
+        (weights, rank, batch) for weights in ("nvfp4", "bf16") for rank in (0, 4) for batch in (1, 3)
+    ]
+    for row in ours:
+        assert row.keys() >= ROLLOUT_KEYS
+        assert row["model"] == "tiny" and 0 < row["roofline_share"] < 1
+        assert row["tokens_per_s"] == pytest.approx(1e3 * row["batch"] / row["ms_per_step"], rel=1e-3)
+        assert row["parity"] < 1e-3
+    assert len(written["rows"]) - len(ours) == 2
+    assert [(row["sequences"], row["prompt"]) for row in written["prefill"]] == [(2, 8)] * 4
+    assert written["ceilings"]["read_tb_s"] > 0
+
+
+def test_a_model_folder_is_measured_as_stored(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    arguments = [str(tiny_checkpoints["llama"]), "--weights", "auto", "--batch", "2", "--prompt", "8", "--new", "8"]
+    result = runner.invoke(app, ["bench", "rollout", *arguments, "--out", str(out), "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["weights"] == "bf16"
+
+
+def test_an_fp8_cache_is_named_and_counted(tiny_config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    arguments = ["--config-json", str(tiny_config), "--kv-dtype", "fp8", "--batch", "2", "--prompt", "8", "--new", "8"]
+    result = runner.invoke(app, ["bench", "rollout", *arguments, "--out", str(out), "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["kv_dtype"] == "fp8" and 1e-5 < row["parity"] < 0.1
+    plain = build_subject(tiny_config, weights="nvfp4", lora_rank=0, device="cpu")
+    small = build_subject(tiny_config, weights="nvfp4", lora_rank=0, kv_dtype="fp8", device="cpu")
+    saved = plain.step_bytes(2, 10) - small.step_bytes(2, 10)
+    assert saved == 2 * 10 * 3 * 2 * 2 * 2 * 16  # 3 bytes of each number; K and V, 2 layers, 2 heads of 16
+
+
+def test_long_tailed_lengths(tiny_config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "long.json"
+    arguments = ["--config-json", str(tiny_config), "--lengths", "lognormal", "--mean-new", "12", "--max-new", "60"]
+    arguments += ["--samples", "8", "--batch", "4", "--prompt", "8", "--out", str(out), "--device", "cpu"]
+    result = runner.invoke(app, ["bench", "rollout", *arguments])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(out.read_text())["long_tailed"]
+    assert row["mean_new"] == pytest.approx(12, abs=0.5)
+    ratio = row["tokens_per_s"] / row["static_tokens_per_s"]
+    assert row["continuous_over_static"] == pytest.approx(ratio, rel=0.01)
+
+
+def test_a_session_gives_every_request_its_length(tiny_config: Path) -> None:
+    subject = build_subject(tiny_config, weights="nvfp4", lora_rank=0, device="cpu")
+    engine = rollout_bench.make_engine(subject, 2, 32)
+    prompts = rollout_bench.random_prompts(5, 6, subject.geometry.vocab)
+    assert rollout_bench.run_continuous(engine, prompts, [3, 11, 1, 7, 2]) == 24
+    # Two places: a static schedule of pairs would take 11 + 7 + 2 steps behind the prefills.
+    assert engine.stats.steps < 20
+
+
+def test_bytes_of_a_step(tiny_config: Path) -> None:
+    subject = build_subject(tiny_config, weights="nvfp4", lora_rank=4, device="cpu")
+    # 2 layers: qkv [128, 64], o [64, 64], gate_up [256, 64], down [64, 128] at 4.5 bits, and 16 bytes for the global
+    # scales of each group (aligned).
+    linears = 2 * ((128 + 64 + 256) * 64 + 64 * 128)
+    packed = linears * 9 // 16 + 2 * 4 * 16
+    vocab = subject.geometry.vocab
+    # A of 3, 1, 2 and 1 members over 64, 64, 64 and 128 columns; B over all rows.
+    lora = 2 * 4 * ((3 + 1 + 2) * 64 + 128 + 128 + 64 + 256 + 64)
+    kv = 5 * 10 * 2 * 2 * 2 * 16
+    assert subject.step_bytes(5, 10) == packed + 4 * (vocab * 64 + lora + kv)
+    assert subject.step_flops(1, 0) == 2 * (linears + vocab * 64 + lora)
+
+
+def test_a_wrong_engine_is_not_timed(tiny_config: Path) -> None:
+    subject = build_subject(tiny_config, weights="nvfp4", lora_rank=0, device="cpu")
+    engine = rollout_bench.make_engine(subject, 1, 16)
+    prompts = rollout_bench.random_prompts(1, 8, subject.geometry.vocab)
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))
+    assert rollout_bench.check_outputs(subject, prompts, outputs, 8) < 1e-4
+    with pytest.raises(CheckFailedError, match="8 of 9 tokens"):
+        rollout_bench.check_outputs(subject, prompts, outputs, 9)
+    outputs[0][0].logprobs = [value - 0.01 for value in outputs[0][0].logprobs]
+    with pytest.raises(CheckFailedError, match=r"differ by 0\.0100"):
+        rollout_bench.check_outputs(subject, prompts, outputs, 8)
+
+
+def test_kernel_rows(tiny_config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "kernels.json"
+    arguments = ["--config-json", str(tiny_config), "--rows", "1,2048", "--lora-rank", "4", "--quantizer-layers", "1"]
+    result = runner.invoke(app, ["bench", "kernels", *arguments, "--out", str(out), "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert [(row["layer"], row["M"]) for row in written["rows"]] == [
+        (layer, m) for layer in ("qkv", "o", "gate_up", "down", "fused") for m in (1, 2048)
+    ]
+    assert all(row.keys() >= KERNEL_KEYS for row in written["rows"])
+    assert {row["layer"] for row in written["rows"] if "dx_us" in row} == {"qkv", "o", "gate_up", "down"}
+    assert written.keys() >= {"attention", "decode_ops", "dequantize", "quantizer"}
+    assert "sum of 4 M=2048" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rollout"], "one of them"),
+        (["rollout", "--config-json", "missing.json"], "missing.json"),
+        (["rollout", "--config-json", "CONFIG", "--kv-dtype", "int8"], "--kv-dtype int8 is not supported"),
+        (["rollout", "--config-json", "CONFIG", "--head-dtype", "fp4"], "--head-dtype fp4 is not supported"),
+        (["rollout", "--config-json", "CONFIG", "--weights", "int8"], "int8"),
+        (["rollout", "--config-json", "CONFIG", "--weights", "auto"], "name the format"),
+        (["rollout", "--config-json", "CONFIG", "--batch", "1,x"], "--batch"),
+        (["rollout", "--config-json", "CONFIG", "--prefill", "256"], "256x256"),
+        (["rollout", "--config-json", "CONFIG", "--lengths", "zipf"], "lognormal"),
+        (["rollout", "--config-json", "CONFIG", "--peer", "sglang"], "transformers or vllm"),
+        (["kernels", "--model", "7B", "--device", "cpu"], "a GPU"),
+        (["kernels", "--model", "9B"], "9B"),
+        (["kernels", "--format", "bf16"], "nvfp4 or nf4"),
+        (["kernels", "--parts", "linears,gemm"], "gemm"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_refused(arguments: list[str], message: str, tiny_config: Path) -> None:
+    arguments = [str(tiny_config) if part == "CONFIG" else part for part in arguments]
+    result = runner.invoke(app, ["bench", *arguments])
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.split())
