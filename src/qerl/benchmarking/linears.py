@@ -16,7 +16,7 @@ from qerl.benchmarking.geometry import Geometry
 from qerl.benchmarking.results import Row
 from qerl.benchmarking.timing import CheckFailedError, median_us, rms_ratio, rotation
 from qerl.formats.base import get_format
-from qerl.kernels.quant_matmul import FEW_ROWS, quant_matmul_dx
+from qerl.kernels.quant_matmul import FEW_ROWS, hopper_plan, quant_matmul_dx
 from qerl.nn.group import WeightGroup
 from qerl.nn.lora import LoraQuantLinear
 from qerl.nn.random_weights import random_group, random_lora_handles
@@ -246,6 +246,9 @@ def path_of(group: WeightGroup, m: int, device: torch.device) -> str:
         return "torch"
     if group.format == "bf16":
         return "cublas"
+    if group.layout == "tiles":
+        few, many = hopper_plan.FEW_ROWS, hopper_plan.MANY_ROWS
+        return "cuda-few-rows" if m <= few else "cuda-many-rows" if m <= many else "dequantize+cublas"
     return "triton-few-rows" if m <= FEW_ROWS else "dequantize+cublas"
 
 

@@ -82,6 +82,7 @@ def random_group(
             group.load_segment(index, values.normal_(0.0, STD, generator=generator))
         else:
             group.load_segment(index, random_packed(format, rows, in_features, device, generator))
+    group.settle_layout()
     return group
 
 
