@@ -129,8 +129,9 @@ def test_lora_shrink(shape: tuple[int, int, int]) -> None:
     assert torch.equal(u, lora_shrink(x, a))
 
 
+@pytest.mark.parametrize("overlaps", [False, True], ids=["", "overlaps"])
 @pytest.mark.parametrize("m", [1, 8, 24, 150])
-def test_graphs_replay_with_new_inputs(weight: tuple[GroupWeight, torch.Tensor], m: int) -> None:
+def test_graphs_replay_with_new_inputs(weight: tuple[GroupWeight, torch.Tensor], m: int, overlaps: bool) -> None:
     packed, _ = weight
     x = torch.randn(m, packed.in_features, device="cuda").bfloat16()
     a = torch.randn(32, packed.in_features, device="cuda").bfloat16() / 60
@@ -141,7 +142,7 @@ def test_graphs_replay_with_new_inputs(weight: tuple[GroupWeight, torch.Tensor],
         start += rows
 
     def step() -> torch.Tensor:
-        return quant_matmul(x, packed, None, LoraUpdate(lora_shrink(x, a), b, tuple(places)))
+        return quant_matmul(x, packed, None, LoraUpdate(lora_shrink(x, a), b, tuple(places), overlaps))
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -151,4 +152,4 @@ def test_graphs_replay_with_new_inputs(weight: tuple[GroupWeight, torch.Tensor],
         x.copy_(torch.randn_like(x))
         a.copy_(torch.randn_like(a) / 60)
         graph.replay()
-        assert torch.equal(y, step())
+        assert torch.equal(y, quant_matmul(x, packed, None, LoraUpdate(lora_shrink(x, a), b, tuple(places))))

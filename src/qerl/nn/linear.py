@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from qerl.formats.base import PackedTensor
-from qerl.kernels.lora import lora_shrink
+from qerl.kernels.lora import lora_shrink, shrink_overlaps
 from qerl.kernels.quant_matmul import GroupWeight, LoraUpdate, quant_matmul, quant_matmul_dx
 from qerl.nn.group import WeightGroup, dense_linear
 
@@ -51,7 +51,7 @@ class _QuantLoraMatmul(torch.autograd.Function):
         u = lora_shrink(rows, a)
         ctx.weight = weight
         ctx.save_for_backward(rows, u, a, b)
-        update = LoraUpdate(u, b.reshape(-1), ((0, b.shape[1], 0),))
+        update = LoraUpdate(u, b.reshape(-1), ((0, b.shape[1], 0),), shrink_overlaps(rows))
         return quant_matmul(rows, weight, bias, update).view(*x.shape[:-1], b.shape[0])
 
     @staticmethod

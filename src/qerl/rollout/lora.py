@@ -9,7 +9,7 @@ Base weights have no shadow at all.
 import torch
 from torch import nn
 
-from qerl.kernels.lora import LoraSegment, PackedB, lora_expand, lora_shrink
+from qerl.kernels.lora import LoraSegment, PackedB, lora_expand, lora_shrink, shrink_overlaps
 from qerl.kernels.quant_matmul import LoraUpdate
 from qerl.nn.group import WeightGroup
 from qerl.nn.linear import QuantLinear
@@ -78,7 +78,7 @@ class GroupLora:
             for segment, place, enabled in zip(self.b.segments, self.b.places, active, strict=True)
         }
         ordered = tuple(places.get(start, (0, 0, 0)) for start in group.starts)
-        return LoraUpdate(lora_shrink(x, self.a), self.b.buffer, ordered)
+        return LoraUpdate(lora_shrink(x, self.a), self.b.buffer, ordered, shrink_overlaps(x))
 
     @property
     def bytes(self) -> int:

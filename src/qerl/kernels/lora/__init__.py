@@ -13,7 +13,7 @@ from qerl.kernels.lora.packed import LoraSegment, PackedB
 from qerl.kernels.quant_matmul import hopper
 from qerl.kernels.rows import aligned_rows
 
-__all__ = ["MAX_SHRINK_ROWS", "LoraSegment", "PackedB", "lora_expand", "lora_shrink"]
+__all__ = ["MAX_SHRINK_ROWS", "LoraSegment", "PackedB", "lora_expand", "lora_shrink", "shrink_overlaps"]
 
 # Above this many rows cuBLAS fills the GPU without splitting K.
 MAX_SHRINK_ROWS = 512
@@ -44,6 +44,20 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     if not x.is_cuda or x.shape[0] > MAX_SHRINK_ROWS:
         return reference.lora_shrink(x, a)
     return _shrink_op(x, a)
+
+
+def shrink_overlaps(x: torch.Tensor) -> bool:
+    """Whether :func:`lora_shrink` of ``x`` lets the next product on the stream start before u is there.
+
+    That product must be told (:attr:`qerl.kernels.quant_matmul.LoraUpdate.overlaps`).
+    """
+    return (
+        x.is_cuda
+        and x.dtype == torch.bfloat16
+        and 0 < x.shape[0] <= MAX_SHRINK_ROWS
+        and x.shape[1] % 32 == 0
+        and hopper.is_supported(x.device)
+    )
 
 
 def lora_expand(y: torch.Tensor, u: torch.Tensor, b: PackedB, active: tuple[bool, ...]) -> None:
@@ -82,7 +96,7 @@ def lora_expand(y: torch.Tensor, u: torch.Tensor, b: PackedB, active: tuple[bool
 
 @torch.library.custom_op("qerl::lora_shrink", mutates_args=())
 def _shrink_op(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    if x.dtype == torch.bfloat16 and x.shape[1] % 32 == 0 and x.shape[0] and hopper.is_supported(x.device):
+    if shrink_overlaps(x):
         with launch_on(x.device):
             return hopper.lora_shrink(aligned_rows(x), a)
     from qerl.kernels.lora import launch  # Triton comes only with CUDA builds of torch.

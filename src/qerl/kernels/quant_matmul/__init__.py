@@ -86,7 +86,8 @@ def quant_matmul(
         _check_lora(x, weight, lora)
     places = [] if lora is None else [number for place in lora.places for number in place]
     u, b = (None, None) if lora is None else (lora.u, lora.b)
-    y = _matmul_op(x.reshape(-1, x.shape[-1]), *_parts(weight), bias, u, b, places)
+    overlaps = lora is not None and lora.overlaps
+    y = _matmul_op(x.reshape(-1, x.shape[-1]), *_parts(weight), bias, u, b, places, overlaps)
     return y.view(*x.shape[:-1], weight.out_features)
 
 
@@ -216,21 +217,25 @@ def _matmul_op(
     u: torch.Tensor | None,
     b: torch.Tensor | None,
     places: Sequence[int],
+    overlaps: bool,
 ) -> torch.Tensor:
     weight = _weight(codes, block_scale, global_scale, weight_format, segments, uniform_scale)
+    rows = aligned_rows(x) if x.is_cuda else x
     lora = None
     if u is not None and b is not None:
-        lora = LoraUpdate(u, b, tuple(zip(places[::3], places[1::3], places[2::3], strict=True)))
+        # A copy of x is a kernel between the one that makes u and this product.
+        overlaps = overlaps and rows.data_ptr() == x.data_ptr()
+        lora = LoraUpdate(u, b, tuple(zip(places[::3], places[1::3], places[2::3], strict=True)), overlaps)
     if not x.is_cuda:
         return reference.quant_matmul(x, weight, bias, lora)
     from qerl.kernels.quant_matmul import paths  # Triton comes only with CUDA builds of torch.
 
     with launch_on(x.device):
-        return paths.matmul(aligned_rows(x), weight, bias, lora)
+        return paths.matmul(rows, weight, bias, lora)
 
 
 @_matmul_op.register_fake
-def _(x, codes, block_scale, global_scale, weight_format, segments, uniform_scale, bias, u, b, places):  # type: ignore[no-untyped-def]
+def _(x, codes, block_scale, global_scale, weight_format, segments, uniform_scale, bias, u, b, places, overlaps):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], sum(segments))
 
 

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 # Set to anything, this environment variable keeps NVFP4 weights in the row-major layout of the Triton kernels.
 DISABLE_VARIABLE = "QERL_NO_CUDA_KERNELS"
 MAX_SEGMENTS = 4
-# Columns of k a block of the LoRA shrink sums, so that its few output columns fill the GPU.
-SHRINK_COLUMNS = 1024
+# Columns of k that a block of the LoRA shrink sums: adding up slices costs more than a few more columns.
+SHRINK_COLUMNS = 5120
 _SOURCES = Path(__file__).parent / "cuda"
 # Tiles store code x scale x 2^-9 after decoding (cuda/tiles.cuh); the epilogue takes the power back.
 _SCALE = 512.0
@@ -42,6 +42,7 @@ class _Lora(ctypes.Structure):
         ("column", ctypes.c_int * MAX_SEGMENTS),
         ("rank", ctypes.c_int * MAX_SEGMENTS),
         ("offset", ctypes.c_int * MAX_SEGMENTS),
+        ("overlaps", ctypes.c_int),
     ]
 
 
@@ -164,9 +165,9 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     partial, arrivals = _workspace(x.device)
     params = _Shrink(x.data_ptr(), a.data_ptr(), u.data_ptr(), partial.data_ptr(), arrivals.data_ptr(), m, k, r)
     blocks = next((blocks for blocks in (1, 2, 4) if m <= 8 * blocks), 8)
-    slices = max(1, k // SHRINK_COLUMNS)
+    slices = -(-k // SHRINK_COLUMNS)
     grid = (-(-r // 16), slices, -(-m // (8 * blocks)))
-    _launch("lora_shrink", f"lora_shrink_{blocks}", 256, grid, 0, x.device.index)(params)
+    _launch("lora_shrink", f"lora_shrink_{blocks}", 512 if blocks < 8 else 256, grid, 0, x.device.index)(params)
     return u
 
 
@@ -202,6 +203,7 @@ def _params(
         params.lora.u, params.lora.b, params.lora.width = lora.u.data_ptr(), lora.b.data_ptr(), lora.u.shape[1]
         for index, (column, rank, place) in enumerate(lora.places):
             params.lora.column[index], params.lora.rank[index], params.lora.offset[index] = column, rank, place
+        params.lora.overlaps = int(lora.overlaps)
     return params
 
 

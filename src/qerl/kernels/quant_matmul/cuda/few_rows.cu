@@ -82,7 +82,7 @@ __device__ __forceinline__ void few_rows(const Params& p) {
     // The barriers of x are initialized, in both blocks of a cluster.
     if (PAIR) asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
     else __syncthreads();
-    wait_for_predecessors();
+    if (!p.lora.overlaps) wait_for_predecessors();
     // x arrives in chunks of columns, so that a warp waits only for those it multiplies next. In a pair, every row is
     // fetched by one block and multicast to both: small weights are read in little more time than 132 copies of x.
     const int chunk_units = (units + X_CHUNKS - 1) / X_CHUNKS;
@@ -152,11 +152,13 @@ __device__ __forceinline__ void few_rows(const Params& p) {
         }
     }
     if (unit && begin < end) store_partial();
+    wait_for_predecessors();   // from here on: u, the workspace, y
     __syncthreads();
 
     for (int tile = tile_begin + warp; tile < tile_end; tile += WARPS) {
         const int first = (tile - tile_begin) * units, last = first + units - 1;   // units of this tile
-        float v[4] = {};
+        float sum[1][4] = {};
+        float (&v)[4] = sum[0];
         for (int w = ((first + 1) * WARPS - 1) / total; w <= ((last + 1) * WARPS - 1) / total; w++) {
             const int w_begin = total * w / WARPS;
             if (w_begin == total * (w + 1) / WARPS) continue;
@@ -166,7 +168,8 @@ __device__ __forceinline__ void few_rows(const Params& p) {
         }
         if (p.slices > 1 && !sum_slices(p, slice, tile, tiles, lane, v)) continue;
         const Epilogue e(p, tile, lane);
-        finish_block(p, e, tile, 0, lane, v);
+        scale_and_add_lora<1>(p, e, tile, 0, lane, sum);
+        store_block(p, e, tile, 0, lane, v);
     }
 }
 

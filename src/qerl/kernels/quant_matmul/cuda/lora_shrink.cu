@@ -11,9 +11,7 @@ struct Shrink {
     int m, k, r;
 };
 
-constexpr int WARPS = 8;
-
-template <int BLOCKS>   // of 8 tokens
+template <int BLOCKS, int WARPS>   // blocks of 8 tokens
 __device__ __forceinline__ void lora_shrink(const Shrink& p) {
     __shared__ float4 sums[WARPS][BLOCKS][32];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -24,11 +22,15 @@ __device__ __forceinline__ void lora_shrink(const Shrink& p) {
     const uint16_t* x[BLOCKS];
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) x[b] = p.x + (long long)min(token0 + b * 8 + g, p.m - 1) * p.k + 8 * t;
-    launch_dependents();
+    // A is on its way into the cache while the kernel before still runs.
+    const int lines = (end - begin + 1) / 2;   // of 128 bytes, in each row
+    for (int i = threadIdx.x; i < 16 * lines; i += WARPS * 32)
+        if (tile * 16 + i / lines < p.r) prefetch(p.a + (long long)(tile * 16 + i / lines) * p.k + (begin + 2 * (i % lines)) * 32);
     wait_for_predecessors();
+    launch_dependents();   // x is there now: the product may start, and waits for this kernel before it adds u
 
     float c[BLOCKS][4] = {};
-#pragma unroll (BLOCKS <= 2 ? 4 : 2)
+#pragma unroll (BLOCKS == 1 ? 8 : BLOCKS == 2 ? 4 : 2)
     for (int chunk = begin + warp; chunk < end; chunk += WARPS) {
         const uint4 high = *(const uint4*)(upper + chunk * 32), low = *(const uint4*)(lower + chunk * 32);
         const uint32_t first[4] = {high.x, low.x, high.y, low.y}, second[4] = {high.z, low.z, high.w, low.w};
@@ -69,9 +71,11 @@ __device__ __forceinline__ void lora_shrink(const Shrink& p) {
     }
 }
 
-#define KERNEL(B) \
-    extern "C" __global__ void __launch_bounds__(256) lora_shrink_##B(const __grid_constant__ Shrink p) { lora_shrink<B>(p); }
-KERNEL(1)
-KERNEL(2)
-KERNEL(4)
-KERNEL(8)
+#define KERNEL(B, W)                                                                                        \
+    extern "C" __global__ void __launch_bounds__(W * 32) lora_shrink_##B(const __grid_constant__ Shrink p) { \
+        lora_shrink<B, W>(p);                                                                               \
+    }
+KERNEL(1, 16)
+KERNEL(2, 16)
+KERNEL(4, 16)
+KERNEL(8, 8)

@@ -148,7 +148,7 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
             // The weights of the first stages are on their way before the kernel that makes x has ended.
             const int early = min(STAGES, end - begin), unit0 = unit, row_block0 = row_block, token00 = token0;
             for (int s = 0; s < early; s++) load_weights(s), advance();
-            wait_for_predecessors();
+            if (!p.lora.overlaps) wait_for_predecessors();
             unit = unit0, row_block = row_block0, token0 = token00;
             for (int s = 0; s < early; s++) load_x(s), advance();
             int stage = 0, phase = 0;
@@ -162,7 +162,6 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 240 : GROUPS == 3 ? 160 : 112));
-        wait_for_predecessors();
         float c[TOKENS / 8][4];
         uint32_t a[2][4][4];
         int stage = 0, phase = 0, at = begin;
@@ -205,14 +204,16 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
 #pragma unroll
                 for (int i = 0; i < 4; i++) asm volatile("" : "+f"(c[b][i])::"memory");
 
+            wait_for_predecessors();   // from here on: u, the workspace, y
             bool finished = true;
             if (work.contributors(tile) > 1) finished = sum_parts<TOKENS, WARPS>(p, work, tile, begins, warp, lane, c);
             const int row_tile = tile % work.row_blocks * WARPS + warp;
             if (finished && row_tile < tiles) {
                 const Epilogue e(p, row_tile, lane);
                 const int token0 = tile / work.row_blocks * TOKENS;
+                scale_and_add_lora<TOKENS / 8>(p, e, row_tile, token0, lane, c);
 #pragma unroll
-                for (int b = 0; b < TOKENS / 8; b++) finish_block(p, e, row_tile, token0 + b * 8, lane, c[b]);
+                for (int b = 0; b < TOKENS / 8; b++) store_block(p, e, row_tile, token0 + b * 8, lane, c[b]);
             }
             if (unit == work.units) unit = 0, tile++;
         }

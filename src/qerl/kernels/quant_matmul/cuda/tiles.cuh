@@ -23,6 +23,7 @@ struct Lora {            // y[:, segment s] += u[:, column[s] : column[s] + rank
     int column[MAX_SEGMENTS];
     int rank[MAX_SEGMENTS];    // multiples of 8, 0: no adapter
     int offset[MAX_SEGMENTS];
+    int overlaps;   // u comes from the kernel before, which let this one start when x was there
 };
 
 struct Params {
@@ -97,6 +98,8 @@ __device__ __forceinline__ bool elect() {
 // or writes what an earlier kernel wrote or read waits first.
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_predecessors() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 __device__ __forceinline__ uint32_t rotate(uint32_t w, int bits) { return __funnelshift_l(w, w, bits); }
 
@@ -184,24 +187,37 @@ struct Epilogue {
     }
 };
 
-// Scale, LoRA, bias, rounding and the store of one 16 channels x 8 tokens block (mma C fragment) to y.
-__device__ __forceinline__ void finish_block(const Params& p, const Epilogue& e, int tile, int token0, int lane, float (&c)[4]) {
+// The sums of 16 channels and 8 BLOCKS tokens (mma C fragments), scaled, and LoRA added. Factors of b are read once for
+// all tokens, and all reads of u are in flight together.
+template <int BLOCKS>
+__device__ __forceinline__ void scale_and_add_lora(const Params& p, const Epilogue& e, int tile, int token0, int lane,
+                                                   float (&c)[BLOCKS][4]) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) c[i] *= e.scale;
-    const int g = lane >> 2, t = lane & 3, s = e.segment;
-    if (p.lora.u && p.lora.rank[s]) {
-        const int rank = p.lora.rank[s];
-        const int first = s ? p.segment_end[s - 1] : 0;
-        const uint16_t* b = p.lora.b + p.lora.offset[s] + ((tile - first) * 16 + g) * rank + 2 * t;
-        const bool present = token0 + g < p.m;
-        const uint16_t* u = p.lora.u + (present ? token0 + g : 0) * p.lora.width + p.lora.column[s] + 2 * t;
-        for (int r = 0; r < rank; r += 16) {
-            const bool both = r + 8 < rank;   // ranks come in multiples of 8
-            const uint32_t a[4] = {*(const uint32_t*)(b + r), *(const uint32_t*)(b + 8 * rank + r),
-                                   both ? *(const uint32_t*)(b + r + 8) : 0, both ? *(const uint32_t*)(b + 8 * rank + r + 8) : 0};
-            mma(c, a, *(const uint32_t*)(u + r), both ? *(const uint32_t*)(u + r + 8) : 0);
+    for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) c[b][i] *= e.scale;
+    const int g = lane >> 2, t = lane & 3, s = e.segment, rank = p.lora.rank[s];
+    if (!p.lora.u || !rank) return;
+    const int first = s ? p.segment_end[s - 1] : 0;
+    const uint16_t* factor = p.lora.b + p.lora.offset[s] + ((tile - first) * 16 + g) * rank + 2 * t;
+    const uint16_t* u = p.lora.u + p.lora.column[s] + 2 * t;
+#pragma unroll 2
+    for (int r = 0; r < rank; r += 16) {
+        const bool both = r + 8 < rank;   // ranks come in multiples of 8
+        const uint32_t a[4] = {*(const uint32_t*)(factor + r), *(const uint32_t*)(factor + 8 * rank + r),
+                               both ? *(const uint32_t*)(factor + r + 8) : 0,
+                               both ? *(const uint32_t*)(factor + 8 * rank + r + 8) : 0};
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+            const uint16_t* row = u + (long long)min(token0 + b * 8 + g, p.m - 1) * p.lora.width + r;
+            mma(c[b], a, *(const uint32_t*)row, both ? *(const uint32_t*)(row + 8) : 0);
         }
     }
+}
+
+// Bias, rounding and the store of one 16 channels x 8 tokens block to y.
+__device__ __forceinline__ void store_block(const Params& p, const Epilogue& e, int tile, int token0, int lane, const float (&c)[4]) {
+    const int g = lane >> 2, t = lane & 3;
     uint32_t upper = pack_bf16(c[0] + e.bias[0], c[1] + e.bias[0]);
     uint32_t lower = pack_bf16(c[2] + e.bias[1], c[3] + e.bias[1]);
     // Transposed, a lane holds two neighbouring channels of token g: stores of 32 contiguous bytes a token.
