@@ -1,5 +1,6 @@
 """A real server on a loopback port, over a tiny model."""
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -38,9 +39,12 @@ class Running:
             time.sleep(0.01)
 
 
-def run_server(model: Path, key: str | None = None, **options: int) -> Iterator[Running]:
-    """Start a server, yield it, stop it."""
+def run_server(model: Path, key: str | None = None, num_blocks: int | None = None, **options: int) -> Iterator[Running]:
+    """Start a server, yield it, stop it. ``num_blocks``: size of the KV cache."""
     engine, tokenizer, _ = build_engine(model, device="cpu", **options)
+    if num_blocks is not None:
+        config = dataclasses.replace(engine.config, num_blocks=num_blocks)
+        engine = RolloutEngine(engine.runner, tuple(engine.eos_token_ids), config)
     worker = EngineWorker(engine)
     parser = RequestParser(tokenizer, "tiny", engine.max_model_len, engine.runner.vocab_size)
     config = uvicorn.Config(

@@ -267,3 +267,21 @@ def test_a_broken_engine_says_so(tiny_checkpoints: dict[str, Path], caplog: pyte
         response = httpx.get(f"{running.url}/health")
         assert response.status_code == 503 and response.json()["status"] == "failed"
     assert "the engine failed" in caplog.text
+
+
+def test_a_small_cache_preempts_and_refuses_what_can_never_fit(tiny_checkpoints: dict[str, Path], client) -> None:
+    for running in run_server(tiny_checkpoints["qwen2"], num_blocks=8, max_num_seqs=8):
+        small = running.client()
+        with pytest.raises(openai.BadRequestError, match="the cache has 8") as caught:
+            small.completions.create(model="tiny", prompt="x", max_tokens=200)
+        assert caught.value.code == "context_length_exceeded"
+
+        def ask(seed: int, server: openai.OpenAI = small) -> str:
+            asked = {"model": "tiny", "prompt": "go", "max_tokens": 60, "extra_body": {"ignore_eos": True}}
+            return server.completions.create(seed=seed, **asked).choices[0].text
+
+        with ThreadPoolExecutor(6) as pool:
+            together = list(pool.map(ask, range(6)))
+        assert running.engine.stats.preemptions > 0
+        assert together == [ask(seed, client) for seed in range(6)]
+        running.wait_until_idle()

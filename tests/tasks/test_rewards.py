@@ -1,5 +1,7 @@
 """Reward functions in TRL's convention."""
 
+import sys
+
 import pytest
 
 from qerl.tasks.rewards import CorrectnessReward, FormatReward, LastNumberReward, PooledReward
@@ -86,7 +88,7 @@ def test_last_number():
     assert reward([None], ["7"], answer=["seven"]) == [None]
 
 
-def test_a_user_function_in_the_pool(tmp_path, monkeypatch):
+def test_a_user_function_in_the_pool(tmp_path, monkeypatch, request):
     (tmp_path / "my_rewards.py").write_text(
         "def by_length(prompts, completions, bonus, **kwargs):\n"
         "    return [len(c) / bonus if c else None for c, bonus in zip(completions, bonus)]\n"
@@ -94,6 +96,7 @@ def test_a_user_function_in_the_pool(tmp_path, monkeypatch):
         "    return ['high']\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
+    request.addfinalizer(lambda: sys.modules.pop("my_rewards"))
     from my_rewards import as_text, by_length
 
     with RewardPool(1, deadline_s=10) as pool:
