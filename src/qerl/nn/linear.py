@@ -48,10 +48,11 @@ class _QuantLoraMatmul(torch.autograd.Function):
         b: torch.Tensor,
     ) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        u = lora_shrink(rows, a)
+        overlaps = shrink_overlaps(rows)
+        u = lora_shrink(rows, a, announces=overlaps)
         ctx.weight = weight
         ctx.save_for_backward(rows, u, a, b)
-        update = LoraUpdate(u, b.reshape(-1), ((0, b.shape[1], 0),), shrink_overlaps(rows))
+        update = LoraUpdate(u, b.reshape(-1), ((0, b.shape[1], 0),), overlaps)
         return quant_matmul(rows, weight, bias, update).view(*x.shape[:-1], b.shape[0])
 
     @staticmethod

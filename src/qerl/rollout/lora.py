@@ -78,7 +78,8 @@ class GroupLora:
             for segment, place, enabled in zip(self.b.segments, self.b.places, active, strict=True)
         }
         ordered = tuple(places.get(start, (0, 0, 0)) for start in group.starts)
-        return LoraUpdate(lora_shrink(x, self.a), self.b.buffer, ordered, shrink_overlaps(x))
+        overlaps = shrink_overlaps(x)
+        return LoraUpdate(lora_shrink(x, self.a, announces=overlaps), self.b.buffer, ordered, overlaps)
 
     @property
     def bytes(self) -> int:

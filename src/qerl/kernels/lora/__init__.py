@@ -20,12 +20,14 @@ MAX_SHRINK_ROWS = 512
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def lora_shrink(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+def lora_shrink(x: torch.Tensor, a: torch.Tensor, announces: bool = False) -> torch.Tensor:
     """``x a^T`` of few rows with K split over programs, added up in a fixed order; no gradient.
 
     Args:
         x: bf16, fp16 or fp32 [T, K]. Above 512 rows, and on the CPU, a plain matmul.
         a: [R, K] contiguous, in the dtype of ``x``: the A factors of all members.
+        announces: only where :func:`shrink_overlaps` holds, and only where the product of the same ``x`` is launched
+            next on this stream with ``LoraUpdate.overlaps``: it may then run beside this kernel.
 
     Returns:
         [T, R] in the dtype of ``x``.
@@ -43,14 +45,15 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         )
     if not x.is_cuda or x.shape[0] > MAX_SHRINK_ROWS:
         return reference.lora_shrink(x, a)
-    return _shrink_op(x, a)
+    return _shrink_op(x, a, announces)
 
 
 def shrink_overlaps(x: torch.Tensor) -> bool:
-    """Whether :func:`lora_shrink` of ``x`` lets the next product on the stream start before u is there.
+    """Whether the product of ``x`` may run beside :func:`lora_shrink`: a Hopper GPU, and no copy of x in between."""
+    return _on_hopper(x) and x.is_contiguous() and x.data_ptr() % 16 == 0
 
-    That product must be told (:attr:`qerl.kernels.quant_matmul.LoraUpdate.overlaps`).
-    """
+
+def _on_hopper(x: torch.Tensor) -> bool:
     return (
         x.is_cuda
         and x.dtype == torch.bfloat16
@@ -95,10 +98,10 @@ def lora_expand(y: torch.Tensor, u: torch.Tensor, b: PackedB, active: tuple[bool
 
 
 @torch.library.custom_op("qerl::lora_shrink", mutates_args=())
-def _shrink_op(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    if shrink_overlaps(x):
+def _shrink_op(x: torch.Tensor, a: torch.Tensor, announces: bool) -> torch.Tensor:
+    if _on_hopper(x):
         with launch_on(x.device):
-            return hopper.lora_shrink(aligned_rows(x), a)
+            return hopper.lora_shrink(aligned_rows(x), a, announces)
     from qerl.kernels.lora import launch  # Triton comes only with CUDA builds of torch.
 
     splits = launch.num_splits(x.shape[0], a.shape[0], x.shape[1], multiprocessor_count(x.device.index))
@@ -107,7 +110,7 @@ def _shrink_op(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
 
 
 @_shrink_op.register_fake
-def _(x, a):  # type: ignore[no-untyped-def]
+def _(x, a, announces):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], a.shape[0])
 
 

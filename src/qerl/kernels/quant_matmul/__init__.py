@@ -223,8 +223,8 @@ def _matmul_op(
     rows = aligned_rows(x) if x.is_cuda else x
     lora = None
     if u is not None and b is not None:
-        # A copy of x is a kernel between the one that makes u and this product.
-        overlaps = overlaps and rows.data_ptr() == x.data_ptr()
+        if overlaps and rows.data_ptr() != x.data_ptr():
+            raise ValueError("overlaps needs contiguous x, aligned to 16 bytes: a copy of it would come in between")
         lora = LoraUpdate(u, b, tuple(zip(places[::3], places[1::3], places[2::3], strict=True)), overlaps)
     if not x.is_cuda:
         return reference.quant_matmul(x, weight, bias, lora)

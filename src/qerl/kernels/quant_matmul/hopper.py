@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 # Set to anything, this environment variable keeps NVFP4 weights in the row-major layout of the Triton kernels.
 DISABLE_VARIABLE = "QERL_NO_CUDA_KERNELS"
 MAX_SEGMENTS = 4
-# Columns of k that a block of the LoRA shrink sums: adding up slices costs more than a few more columns.
-SHRINK_COLUMNS = 5120
+# What a block of the LoRA shrink reads of A and x: less makes more slices to add up.
+SHRINK_BYTES = 48 << 10
 _SOURCES = Path(__file__).parent / "cuda"
 # Tiles store code x scale x 2^-9 after decoding (cuda/tiles.cuh); the epilogue takes the power back.
 _SCALE = 512.0
@@ -42,7 +42,7 @@ class _Lora(ctypes.Structure):
         ("column", ctypes.c_int * MAX_SEGMENTS),
         ("rank", ctypes.c_int * MAX_SEGMENTS),
         ("offset", ctypes.c_int * MAX_SEGMENTS),
-        ("overlaps", ctypes.c_int),
+        ("announced", ctypes.c_void_p),
     ]
 
 
@@ -73,6 +73,7 @@ class _Shrink(ctypes.Structure):
         ("u", ctypes.c_void_p),
         ("partial", ctypes.c_void_p),
         ("arrivals", ctypes.c_void_p),
+        ("announced", ctypes.c_void_p),
         ("m", ctypes.c_int),
         ("k", ctypes.c_int),
         ("r", ctypes.c_int),
@@ -158,14 +159,20 @@ def run_many_rows(
     launch(params, _tensor_map(x.data_ptr(), *x.shape, plan.tokens))
 
 
-def lora_shrink(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """``x a^T``: bf16 [M, K] and [R, K], both contiguous, K a multiple of 32 -> bf16 [M, R]."""
+def lora_shrink(x: torch.Tensor, a: torch.Tensor, announces: bool = False) -> torch.Tensor:
+    """``x a^T``: bf16 [M, K] and [R, K], both contiguous, K a multiple of 32 -> bf16 [M, R].
+
+    With `announces`, the next launch on the stream must be the product of the same x with ``LoraUpdate.overlaps``.
+    """
     (m, k), r = x.shape, a.shape[0]
     u = torch.empty(m, r, dtype=torch.bfloat16, device=x.device)
     partial, arrivals = _workspace(x.device)
-    params = _Shrink(x.data_ptr(), a.data_ptr(), u.data_ptr(), partial.data_ptr(), arrivals.data_ptr(), m, k, r)
+    announced = _announced(arrivals) if announces else None
+    params = _Shrink(
+        x.data_ptr(), a.data_ptr(), u.data_ptr(), partial.data_ptr(), arrivals.data_ptr(), announced, m, k, r
+    )
     blocks = next((blocks for blocks in (1, 2, 4) if m <= 8 * blocks), 8)
-    slices = -(-k // SHRINK_COLUMNS)
+    slices = -(-k * 2 * (16 + 8 * blocks) // SHRINK_BYTES)
     grid = (-(-r // 16), slices, -(-m // (8 * blocks)))
     _launch("lora_shrink", f"lora_shrink_{blocks}", 512 if blocks < 8 else 256, grid, 0, x.device.index)(params)
     return u
@@ -203,8 +210,14 @@ def _params(
         params.lora.u, params.lora.b, params.lora.width = lora.u.data_ptr(), lora.b.data_ptr(), lora.u.shape[1]
         for index, (column, rank, place) in enumerate(lora.places):
             params.lora.column[index], params.lora.rank[index], params.lora.offset[index] = column, rank, place
-        params.lora.overlaps = int(lora.overlaps)
+        if lora.overlaps:
+            params.lora.announced = _announced(arrivals)
     return params
+
+
+def _announced(arrivals: torch.Tensor) -> int:
+    """Address of the two counters that announce x (``tiles.cuh``): the last ones, which no sum of parts reaches."""
+    return arrivals.data_ptr() + 4 * (_COUNTERS - 2)
 
 
 @cache

@@ -82,11 +82,11 @@ __device__ __forceinline__ void few_rows(const Params& p) {
     // The barriers of x are initialized, in both blocks of a cluster.
     if (PAIR) asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
     else __syncthreads();
-    if (!p.lora.overlaps) wait_for_predecessors();
     // x arrives in chunks of columns, so that a warp waits only for those it multiplies next. In a pair, every row is
     // fetched by one block and multicast to both: small weights are read in little more time than 132 copies of x.
     const int chunk_units = (units + X_CHUNKS - 1) / X_CHUNKS;
     if (warp < X_CHUNKS) {
+        await_x(p);
         const int first = warp * chunk_units * UNIT_WINDOWS, last = min(depth, first + chunk_units * UNIT_WINDOWS);
         if (last > first) {
             const uint16_t* x = p.x + (long long)lane * p.k + (window_begin + first) * 64;
@@ -154,6 +154,7 @@ __device__ __forceinline__ void few_rows(const Params& p) {
     if (unit && begin < end) store_partial();
     wait_for_predecessors();   // from here on: u, the workspace, y
     __syncthreads();
+    if (threadIdx.x == 0) confirm_x(p);
 
     for (int tile = tile_begin + warp; tile < tile_end; tile += WARPS) {
         const int first = (tile - tile_begin) * units, last = first + units - 1;   // units of this tile

@@ -8,6 +8,7 @@ struct Shrink {
     uint16_t* u;         // bf16 [M, R]
     float* partial;
     int* arrivals;       // zero between launches
+    int* announced;      // tiles.cuh: tells the product that follows that x is there; or null
     int m, k, r;
 };
 
@@ -22,12 +23,13 @@ __device__ __forceinline__ void lora_shrink(const Shrink& p) {
     const uint16_t* x[BLOCKS];
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) x[b] = p.x + (long long)min(token0 + b * 8 + g, p.m - 1) * p.k + 8 * t;
+    launch_dependents();
     // A is on its way into the cache while the kernel before still runs.
     const int lines = (end - begin + 1) / 2;   // of 128 bytes, in each row
     for (int i = threadIdx.x; i < 16 * lines; i += WARPS * 32)
         if (tile * 16 + i / lines < p.r) prefetch(p.a + (long long)(tile * 16 + i / lines) * p.k + (begin + 2 * (i % lines)) * 32);
     wait_for_predecessors();
-    launch_dependents();   // x is there now: the product may start, and waits for this kernel before it adds u
+    if (p.announced && threadIdx.x == 0 && !(blockIdx.x | blockIdx.y | blockIdx.z)) announce(p.announced);
 
     float c[BLOCKS][4] = {};
 #pragma unroll (BLOCKS == 1 ? 8 : BLOCKS == 2 ? 4 : 2)

@@ -148,7 +148,8 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
             // The weights of the first stages are on their way before the kernel that makes x has ended.
             const int early = min(STAGES, end - begin), unit0 = unit, row_block0 = row_block, token00 = token0;
             for (int s = 0; s < early; s++) load_weights(s), advance();
-            if (!p.lora.overlaps) wait_for_predecessors();
+            await_x(p);
+            confirm_x(p);
             unit = unit0, row_block = row_block0, token0 = token00;
             for (int s = 0; s < early; s++) load_x(s), advance();
             int stage = 0, phase = 0;

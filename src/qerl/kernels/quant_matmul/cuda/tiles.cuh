@@ -23,7 +23,8 @@ struct Lora {            // y[:, segment s] += u[:, column[s] : column[s] + rank
     int column[MAX_SEGMENTS];
     int rank[MAX_SEGMENTS];    // multiples of 8, 0: no adapter
     int offset[MAX_SEGMENTS];
-    int overlaps;   // u comes from the kernel before, which let this one start when x was there
+    // u comes from the kernel before, which announces here that x is there; null where u and x are awaited together.
+    int* announced;
 };
 
 struct Params {
@@ -98,6 +99,26 @@ __device__ __forceinline__ bool elect() {
 // or writes what an earlier kernel wrote or read waits first.
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_predecessors() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// A kernel between the producer of x and this one makes u. Waiting for it before reading x would put the two in a row;
+// so it announces, as soon as its own wait is over, that x is complete. announced[0] is the announcement, announced[1]
+// counts the blocks that have seen it: the last one takes it down.
+__device__ __forceinline__ void announce(int* announced) {
+    asm volatile("fence.acq_rel.gpu;\nst.release.gpu.global.s32 [%0], 1;" ::"l"(announced) : "memory");
+}
+__device__ __forceinline__ void await_x(const Params& p) {
+    if (!p.lora.announced) return wait_for_predecessors();
+    int there;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(p.lora.announced) : "memory");
+    while (!there);
+    asm volatile("fence.proxy.async;" ::: "memory");   // x is read by copies next
+}
+// One thread of each block, after the last await_x of the block.
+__device__ __forceinline__ void confirm_x(const Params& p) {
+    if (!p.lora.announced || atomicAdd(p.lora.announced + 1, 1) != (int)gridDim.x - 1) return;
+    p.lora.announced[1] = 0;
+    p.lora.announced[0] = 0;
+}
 
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
