@@ -62,8 +62,10 @@ def test_importing_the_command_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+# Where the tests run in a shell's background, SIGINT is ignored and children inherit that.
 _SLOW = """
-import pathlib, sys, time
+import pathlib, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from qerl.formats.nvfp4 import NVFP4
 def slow(self, weights, method="rtn"):
     pathlib.Path(sys.argv[3]).touch()
