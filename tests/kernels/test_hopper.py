@@ -70,7 +70,9 @@ def test_product_bias_and_lora(weight: tuple[GroupWeight, torch.Tensor], m: int)
             expected = product + added + (0.0 if offset is None else offset.double())
             y = quant_matmul(x, packed, offset, lora)
             # Above MANY_ROWS the LoRA term is rounded once before it is added.
-            assert rms_ratio(y, expected) <= (1.1 if m > MANY_ROWS else 1.03) * rounded_once(expected, torch.bfloat16)
+            assert rms_ratio(y, expected) <= (1.5 if m > MANY_ROWS and rank else 1.03) * rounded_once(
+                expected, torch.bfloat16
+            )
             assert torch.equal(y, quant_matmul(x, packed, offset, lora))
 
 
