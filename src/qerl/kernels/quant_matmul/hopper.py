@@ -1,6 +1,7 @@
 """Launches of the Hopper kernels over weights in the tile layout (see ``tiles.py`` and ``cuda/``)."""
 
 import ctypes
+import itertools
 import logging
 import os
 from functools import cache, lru_cache
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 
 from qerl.kernels.cuda import KernelBuildError, Launch, compile_cubin, load_kernel
-from qerl.kernels.device import multiprocessor_count
+from qerl.kernels.device import dependent_launch, multiprocessor_count
 from qerl.kernels.quant_matmul.hopper_plan import (
     FEW_ROWS,
     FewRowsPlan,
@@ -32,6 +33,8 @@ _SOURCES = Path(__file__).parent / "cuda"
 # Tiles store code x scale x 2^-9 after decoding (cuda/tiles.cuh); the epilogue takes the power back.
 _SCALE = 512.0
 _COUNTERS = 1 << 18
+_SLOTS = 1024
+_slots = itertools.count()
 
 
 class _Lora(ctypes.Structure):
@@ -159,15 +162,23 @@ def run_many_rows(
     launch(params, _tensor_map(x.data_ptr(), *x.shape, plan.tokens))
 
 
-def lora_shrink(x: torch.Tensor, a: torch.Tensor, announces: bool = False) -> torch.Tensor:
+def next_slot() -> int:
+    """A place for the announcement of x between a shrink and its product (see ``tiles.cuh``).
+
+    Places are handed out in turn: as many pairs lie between two uses of one as no GPU holds at once.
+    """
+    return next(_slots) % _SLOTS
+
+
+def lora_shrink(x: torch.Tensor, a: torch.Tensor, slot: int | None = None) -> torch.Tensor:
     """``x a^T``: bf16 [M, K] and [R, K], both contiguous, K a multiple of 32 -> bf16 [M, R].
 
-    With `announces`, the next launch on the stream must be the product of the same x with ``LoraUpdate.overlaps``.
+    With a `slot`, the next launch on the stream must be the product of the same x with this ``LoraUpdate.slot``.
     """
     (m, k), r = x.shape, a.shape[0]
     u = torch.empty(m, r, dtype=torch.bfloat16, device=x.device)
     partial, arrivals = _workspace(x.device)
-    announced = _announced(arrivals) if announces else None
+    announced = None if slot is None else _announcement(arrivals, slot)
     params = _Shrink(
         x.data_ptr(), a.data_ptr(), u.data_ptr(), partial.data_ptr(), arrivals.data_ptr(), announced, m, k, r
     )
@@ -210,14 +221,14 @@ def _params(
         params.lora.u, params.lora.b, params.lora.width = lora.u.data_ptr(), lora.b.data_ptr(), lora.u.shape[1]
         for index, (column, rank, place) in enumerate(lora.places):
             params.lora.column[index], params.lora.rank[index], params.lora.offset[index] = column, rank, place
-        if lora.overlaps:
-            params.lora.announced = _announced(arrivals)
+        if lora.slot is not None:
+            params.lora.announced = _announcement(arrivals, lora.slot)
     return params
 
 
-def _announced(arrivals: torch.Tensor) -> int:
-    """Address of the two counters that announce x (``tiles.cuh``): the last ones, which no sum of parts reaches."""
-    return arrivals.data_ptr() + 4 * (_COUNTERS - 2)
+def _announcement(arrivals: torch.Tensor, slot: int) -> int:
+    """Address of the two counters of a slot: the last ones, which no sum of parts reaches."""
+    return arrivals.data_ptr() + 4 * (_COUNTERS - 2 * (slot + 1))
 
 
 @cache
@@ -235,7 +246,9 @@ def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 @cache
 def _launch(source: str, name: str, threads: int, grid: tuple[int, int, int], shared: int, device: int) -> Launch:
     kernel = load_kernel(_SOURCES / f"{source}.cu", name, threads, shared > 0, device)
-    return Launch(kernel, grid, shared, overlap=source != "dequantize")
+    return Launch(
+        kernel, grid, shared, overlap=source != "dequantize" and dependent_launch(torch.device("cuda", device))
+    )
 
 
 @lru_cache(maxsize=4096)

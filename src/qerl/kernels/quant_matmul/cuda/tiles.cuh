@@ -102,7 +102,8 @@ __device__ __forceinline__ void wait_for_predecessors() { asm volatile("griddepc
 
 // A kernel between the producer of x and this one makes u. Waiting for it before reading x would put the two in a row;
 // so it announces, as soon as its own wait is over, that x is complete. announced[0] is the announcement, announced[1]
-// counts the blocks that have seen it: the last one takes it down.
+// counts the blocks that have seen it: the last one takes it down. Several kernels of a chain may be resident at once,
+// so neighbouring pairs must use different places: this one may start before the product of an earlier pair has ended.
 __device__ __forceinline__ void announce(int* announced) {
     asm volatile("fence.acq_rel.gpu;\nst.release.gpu.global.s32 [%0], 1;" ::"l"(announced) : "memory");
 }
