@@ -135,7 +135,7 @@ def test_lora_shrink(shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("m", [1, 8, 24, 150])
 @pytest.mark.parametrize("overlaps", [False, True], ids=["in-a-row", "overlaps"])
 def test_chains_in_graphs(weight: tuple[GroupWeight, torch.Tensor], m: int, overlaps: bool) -> None:
-    """Several norms, shrinks and products, each early to start, replayed with new inputs: the bits of one after another."""
+    """Several norms, shrinks and products, each early to start, replayed with new inputs: same bits as in a row."""
     packed, _ = weight
     rank, columns = 32, packed.in_features
     norm = torch.ones(columns, device="cuda", dtype=torch.bfloat16)
