@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from qerl.kernels import paged_attention
 from qerl.kernels.quant_matmul import hopper, hopper_plan
 from qerl.kernels.quant_matmul.hopper_plan import (
     FEW_ROWS,
@@ -75,19 +76,26 @@ def test_the_choice_on_an_h200() -> None:
     assert many_rows_plan(2048, 37888, 3584, 132).tokens == 256
 
 
-@pytest.mark.parametrize("source", ["few_rows", "many_rows", "dequantize", "lora_shrink"])
-def test_nvrtc_compiles_without_a_gpu(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+ATTENTION = Path(paged_attention.hopper.__file__).parent / "cuda" / "decode.cu"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [*(SOURCES / f"{name}.cu" for name in ("few_rows", "many_rows", "dequantize", "lora_shrink")), ATTENTION],
+    ids=lambda source: source.stem,
+)
+def test_nvrtc_compiles_without_a_gpu(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("cuda.bindings") is None:
         pytest.skip("cuda-bindings is not installed")
     from qerl.kernels.cuda import KernelBuildError, compile_cubin
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     try:
-        cubin = compile_cubin(SOURCES / f"{source}.cu")
+        cubin = compile_cubin(source)
     except KernelBuildError as error:
         if "cannot compile" in str(error):
             raise
         pytest.skip(f"NVRTC is not installed: {error}")
-    assert cubin[:4] == b"\x7fELF" and source.encode() in cubin
+    assert cubin[:4] == b"\x7fELF" and source.stem.encode() in cubin
     (cached,) = (tmp_path / "qerl" / "kernels").iterdir()
-    assert cached.read_bytes() == cubin == compile_cubin(SOURCES / f"{source}.cu")
+    assert cached.read_bytes() == cubin == compile_cubin(source)

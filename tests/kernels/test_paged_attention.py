@@ -5,7 +5,8 @@ import torch
 from attention_cases import make_case
 from kernel_cases import rms_ratio
 
-from qerl.kernels.paged_attention import paged_attention_decode
+from qerl.kernels.paged_attention import hopper, paged_attention_decode
+from qerl.kernels.quant_matmul import tiles_supported
 
 
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(4, 2, 64), (7, 1, 128), (3, 3, 20)])
@@ -40,6 +41,46 @@ def test_op_is_well_formed() -> None:
     torch.library.opcheck(torch.ops.qerl.paged_attention_decode, (*case.inputs, case.scale), test_utils=checks)
 
 
+@pytest.mark.parametrize("sms", [132, 78])
+def test_clusters_fill_the_gpu_and_keep_parts_long(sms: int) -> None:
+    for sequences in (1, 2, 8, 31, 64, 256):
+        for kv_heads in (1, 4, 8):
+            for longest in (16, 100, 1280, 32768):
+                size = hopper.cluster_size(sequences, kv_heads, longest, sms)
+                assert size in hopper.CLUSTERS and (size == 1 or longest // size >= 64)
+                smaller = size // 2
+                assert size == 1 or sequences * kv_heads * smaller < 2 * sms
+    assert hopper.cluster_size(8, 4, 1280, 132) == 8 and hopper.cluster_size(256, 4, 1280, 132) == 1
+    assert hopper.shared_bytes(128) * 2 < 227 * 1024
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which implementation a test runs; CUDA C++ only where there is a Hopper GPU."""
+    if request.param == "triton":
+        monkeypatch.setattr(hopper, "serves", lambda q, k_cache: False)
+    elif not tiles_supported(torch.device("cuda", 0)):
+        pytest.skip("needs a Hopper GPU and NVRTC")
+    return request.param
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cluster", hopper.CLUSTERS)
+@pytest.mark.parametrize("heads, kv_heads, head_dim, block_size", [(28, 4, 128, 16), (9, 3, 64, 32), (16, 1, 128, 128)])
+@pytest.mark.parametrize("lengths", [(1,), (0, 15, 16, 17, 63, 65), (2000, 1, 700), (5,) * 200], ids=str)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_gpu_every_cluster_size(
+    lengths: tuple[int, ...], heads: int, kv_heads: int, head_dim: int, block_size: int, cluster: int
+) -> None:
+    if not tiles_supported(torch.device("cuda", 0)):
+        pytest.skip("needs a Hopper GPU and NVRTC")
+    case = make_case(lengths, heads, kv_heads, head_dim, block_size, torch.bfloat16, "cuda")
+    out = hopper.decode(*case.inputs, case.scale, cluster)
+    assert rms_ratio(out, case.expected) < 4e-3
+    assert (out[case.context_lens == 0] == 0).all()
+    assert torch.equal(out, hopper.decode(*case.inputs, case.scale, cluster))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 4e-3), (torch.float32, 2e-6)], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(
@@ -57,6 +98,7 @@ def test_gpu_against_fp64(
     lengths: tuple[int, ...],
     dtype: torch.dtype,
     bound: float,
+    path: str,
 ) -> None:
     case = make_case(lengths, heads, kv_heads, head_dim, block_size, dtype, "cuda")
     out = paged_attention_decode(*case.inputs, case.scale)
@@ -77,7 +119,7 @@ def test_gpu_float8_cache(heads: int, kv_heads: int, head_dim: int, block_size: 
 
 
 @pytest.mark.gpu
-def test_gpu_cuda_graph_follows_growing_contexts() -> None:
+def test_gpu_cuda_graph_follows_growing_contexts(path: str) -> None:
     case = make_case((900, 30), 28, 4, 128, 16, torch.bfloat16, "cuda")
     q, k_cache, v_cache, table, lens = case.inputs
     full = lens.clone()

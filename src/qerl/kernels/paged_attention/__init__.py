@@ -3,7 +3,7 @@
 import torch
 
 from qerl.kernels.device import launch_on, multiprocessor_count
-from qerl.kernels.paged_attention import reference
+from qerl.kernels.paged_attention import hopper, reference
 
 __all__ = ["HEAD_DIMS", "paged_attention_decode"]
 
@@ -116,10 +116,14 @@ def _decode_op(
 ) -> torch.Tensor:
     if not q.is_cuda:
         return reference.paged_attention_decode(q, k_cache, v_cache, block_table, context_lens, scale)
-    from qerl.kernels.paged_attention import launch  # Triton comes only with CUDA builds of torch.
-
     if q.shape[0] == 0:
         return q.new_empty(q.shape)
+    if hopper.serves(q, k_cache):
+        with launch_on(q.device):
+            cluster = hopper.default_cluster(q, k_cache, block_table)
+            return hopper.decode(q, k_cache, v_cache, block_table, context_lens, scale, cluster)
+    from qerl.kernels.paged_attention import launch  # Triton comes only with CUDA builds of torch.
+
     longest = block_table.shape[1] * k_cache.shape[1]
     slices = launch.num_slices(q.shape[0], k_cache.shape[2], longest, multiprocessor_count(q.device.index))
     with launch_on(q.device):
