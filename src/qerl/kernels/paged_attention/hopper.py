@@ -43,7 +43,7 @@ class _Params(ctypes.Structure):
 
 
 def serves(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
-    """Whether the kernel takes these tensors: a Hopper GPU, bf16, known head size and group, rows that start aligned."""
+    """Whether the kernel takes these tensors: a Hopper GPU, bf16, known head size and group, aligned rows."""
     strides = (q.stride(0), *k_cache.stride()[:3])
     return (
         q.dtype == k_cache.dtype == torch.bfloat16

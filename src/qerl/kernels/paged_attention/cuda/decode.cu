@@ -20,7 +20,7 @@ struct Params {
 };
 
 constexpr int WARPS = 4, STAGES = 3, TOKENS = 16;
-constexpr float MINUS_INFINITY = -__builtin_huge_valf();
+#define MINUS_INFINITY __int_as_float(0xff800000)
 
 __device__ __forceinline__ uint32_t smem_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void copy16(uint32_t dst, const void* src, bool present) {
