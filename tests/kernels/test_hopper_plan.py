@@ -8,18 +8,22 @@ import pytest
 
 from qerl.kernels.quant_matmul import hopper, hopper_plan
 from qerl.kernels.quant_matmul.hopper_plan import (
+    COUNTERS,
     FEW_ROWS,
     MANY_ROWS,
     SHARED_BYTES,
     all_many_rows_plans,
     few_rows_plan,
     many_rows_plan,
+    partial_workspace_bytes,
 )
 
 SOURCES = Path(hopper.__file__).parent / "cuda"
 SHAPES = [
     (4608, 3584), (37888, 3584), (3584, 18944), (7168, 5120), (55296, 5120), (5120, 27648), (960, 576), (576, 1536),
     (16, 64), (57344, 8192), (8192, 28672),
+    # Output heads.
+    (152064, 3584), (152064, 5120), (151936, 2048), (128256, 8192), (49152, 576), (262144, 5376),
 ]  # fmt: skip
 SMS = [132, 114, 78]
 
@@ -43,20 +47,26 @@ def test_plans_fit_the_gpu_and_name_a_kernel(shape: tuple[int, int], sms: int) -
             assert plan.name in entry_points("few_rows.cu")
             assert plan.shared_bytes(m, n, k, sms) <= SHARED_BYTES
             assert 0 < plan.group(sms) * plan.slices <= sms and (not plan.pair or plan.group(sms) % 2 == 0)
-            assert plan.slices * (n // 16) * 512 <= _partial_bytes(sms) and n // 16 <= hopper._COUNTERS
+            if plan.slices > 1:
+                assert plan.slices * (n // 16) * 512 <= partial_workspace_bytes(sms) and n // 16 <= COUNTERS - 2
     for m in (FEW_ROWS + 1, 16, 17, 33, 64, 65, 128, 129, 300, 1000, MANY_ROWS):
         plan = many_rows_plan(m, n, k, sms)
         assert plan.name in entry_points("many_rows.cu") and plan.shared_bytes <= SHARED_BYTES
         grid, units = plan.grid(m, n, k, sms), -(-(k // 64) // plan.unit)
         assert 0 < grid <= sms
         # Divisions in the kernel are unsigned 32 bit.
-        assert plan.tiles(m, n) * units * grid < 2**32
-        assert plan.whole or plan.tiles(m, n) * plan.groups * 4 <= hopper._COUNTERS
+        assert plan.whole or plan.tiles(m, n) * units * grid < 2**32
+        assert plan.whole or plan.tiles(m, n) * plan.groups * 4 <= COUNTERS - 2
         assert m <= plan.tokens * -(-m // plan.tokens) and plan.tokens < max(2 * m, 17)
 
 
-def _partial_bytes(sms: int) -> int:
-    return max(plan.partial_bytes(sms) for plan in all_many_rows_plans())
+def test_what_does_not_fit_is_not_chosen() -> None:
+    """A head's tiles: sums of many slices outgrow shared memory and the workspace, shared tiles the counters."""
+    n, k = 152064, 3584
+    assert hopper_plan.FewRowsPlan(16).fits(8, n, k, 132) and not hopper_plan.FewRowsPlan(16, 8).fits(8, n, k, 132)
+    assert 8 * n // 16 * 512 > partial_workspace_bytes(132)
+    shared, whole = (hopper_plan.ManyRowsPlan(16, 2, whole) for whole in (False, True))
+    assert shared.fits(200, n, k, 132) and not shared.fits(2048, n, k, 132) and whole.fits(2048, n, k, 132)
 
 
 def test_every_shape_of_tile_is_compiled() -> None:
@@ -69,6 +79,7 @@ def test_the_choice_on_an_h200() -> None:
     assert few_rows_plan(1, 37888, 3584, 132).name == "few_rows_16_2"
     assert few_rows_plan(8, 4608, 3584, 132).name == "few_rows_8_2_pair"
     assert few_rows_plan(8, 3584, 18944, 132).slices == 4
+    assert few_rows_plan(1, 152064, 3584, 132) == hopper_plan.FewRowsPlan(16)
     assert many_rows_plan(16, 37888, 3584, 132).name == "many_rows_16_3_4_5"
     assert many_rows_plan(64, 3584, 3584, 132).name == "many_rows_64_2_4_4"
     assert many_rows_plan(512, 37888, 3584, 132) == hopper_plan.ManyRowsPlan(128, 3, whole=True)

@@ -11,12 +11,13 @@ import torch
 from qerl.kernels.cuda import KernelBuildError, Launch, compile_cubin, load_kernel
 from qerl.kernels.device import multiprocessor_count
 from qerl.kernels.quant_matmul.hopper_plan import (
+    COUNTERS,
     FEW_ROWS,
     FewRowsPlan,
     ManyRowsPlan,
-    all_many_rows_plans,
     few_rows_plan,
     many_rows_plan,
+    partial_workspace_bytes,
 )
 from qerl.kernels.quant_matmul.tiles import TILE_ROWS
 from qerl.kernels.quant_matmul.weight import GroupWeight, LoraUpdate
@@ -31,7 +32,6 @@ SHRINK_BYTES = 48 << 10
 _SOURCES = Path(__file__).parent / "cuda"
 # Tiles store code x scale x 2^-9 after decoding (cuda/tiles.cuh); the epilogue takes the power back.
 _SCALE = 512.0
-_COUNTERS = 1 << 18
 
 
 class _Lora(ctypes.Structure):
@@ -51,6 +51,7 @@ class _Params(ctypes.Structure):
         ("tiles", ctypes.c_void_p),
         ("x", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
+        ("y32", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("global_scale", ctypes.c_void_p),
         ("partial", ctypes.c_void_p),
@@ -111,12 +112,16 @@ def _is_supported(index: int) -> bool:
 
 
 def matmul(
-    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, lora: LoraUpdate | None = None
+    x: torch.Tensor,
+    weight: GroupWeight,
+    bias: torch.Tensor | None,
+    lora: LoraUpdate | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """``x`` bf16 [M, K] contiguous, 1 <= M <= 2048 -> bf16 [M, N]; weights in tiles."""
+    """``x`` bf16 [M, K] contiguous, 1 <= M <= 2048 -> bf16 or fp32 [M, N]; weights in tiles."""
     m, n, k = x.shape[0], weight.out_features, weight.in_features
     sms = multiprocessor_count(x.device.index)
-    y = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
+    y = torch.empty(m, n, dtype=out_dtype, device=x.device)
     plan = few_rows_plan(m, n, k, sms) if m <= FEW_ROWS else None
     if plan is not None:
         run_few_rows(plan, x, weight, bias, lora, y)
@@ -133,7 +138,7 @@ def run_few_rows(
     lora: LoraUpdate | None,
     y: torch.Tensor,
 ) -> None:
-    """Launch one few-row kernel into `y` (mutated)."""
+    """Launch one few-row kernel into `y` (mutated), bf16 or fp32."""
     shape, sms = (x.shape[0], weight.out_features, weight.in_features), multiprocessor_count(x.device.index)
     params = _params(x, weight, bias, lora, y)
     params.slices = plan.slices
@@ -150,7 +155,7 @@ def run_many_rows(
     lora: LoraUpdate | None,
     y: torch.Tensor,
 ) -> None:
-    """Launch one many-row kernel into `y` (mutated)."""
+    """Launch one many-row kernel into `y` (mutated), bf16 or fp32."""
     shape, sms = (x.shape[0], weight.out_features, weight.in_features), multiprocessor_count(x.device.index)
     params = _params(x, weight, bias, lora, y)
     params.slices = int(plan.whole)
@@ -191,7 +196,11 @@ def _params(
     x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, lora: LoraUpdate | None, y: torch.Tensor
 ) -> _Params:
     params = _Params()
-    params.tiles, params.x, params.y = weight.codes.data_ptr(), x.data_ptr(), y.data_ptr()
+    params.tiles, params.x = weight.codes.data_ptr(), x.data_ptr()
+    if y.dtype == torch.float32:
+        params.y32 = y.data_ptr()
+    else:
+        params.y = y.data_ptr()
     params.m, params.n, params.k = x.shape[0], weight.out_features, weight.in_features
     if bias is not None:
         params.bias = bias.data_ptr()
@@ -217,7 +226,7 @@ def _params(
 
 def _announced(arrivals: torch.Tensor) -> int:
     """Address of the two counters that announce x (``tiles.cuh``): the last ones, which no sum of parts reaches."""
-    return arrivals.data_ptr() + 4 * (_COUNTERS - 2)
+    return arrivals.data_ptr() + 4 * (COUNTERS - 2)
 
 
 @cache
@@ -228,8 +237,8 @@ def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     device must be ordered by a stream.
     """
     sms = multiprocessor_count(device.index)
-    size = max(plan.partial_bytes(sms) for plan in all_many_rows_plans())
-    return torch.empty(size, dtype=torch.uint8, device=device), torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+    partial = torch.empty(partial_workspace_bytes(sms), dtype=torch.uint8, device=device)
+    return partial, torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 @cache

@@ -16,6 +16,9 @@ SHARED_BYTES = 227 * 1024
 X_CHUNKS = 8
 # Up to so many rows of x: mma.sync, with all of x in shared memory. Above: wgmma, with x streamed.
 FEW_ROWS = 8
+# Of the device (a few-row kernel has one a tile, a many-row kernel one a warp and tile); the last two announce x to
+# products that overlap a LoRA shrink.
+COUNTERS = 1 << 18
 # Above so many rows, dequantizing once and cuBLAS beat decoding the weights again for every 256 rows.
 MANY_ROWS = 2048
 
@@ -87,6 +90,16 @@ class FewRowsPlan:
         x = m * (_ceil(windows, self.slices) * 128 + 16)
         return rings + 128 + x + 128 + self.warps * slots * 512
 
+    def fits(self, m: int, n: int, k: int, multiprocessors: int) -> bool:
+        """Whether shared memory, counters and the workspace of partial sums hold it."""
+        tiles = n // TILE_ROWS
+        partial = self.slices * tiles * 512 if self.slices > 1 else 0
+        return (
+            self.shared_bytes(m, n, k, multiprocessors) <= SHARED_BYTES
+            and tiles <= COUNTERS - 2
+            and partial <= partial_workspace_bytes(multiprocessors)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ManyRowsPlan:
@@ -135,6 +148,11 @@ class ManyRowsPlan:
         """Workspace: two shared tiles a block, fp32."""
         return 0 if self.whole else multiprocessors * 2 * 64 * self.groups * self.tokens * 4
 
+    def fits(self, m: int, n: int, k: int, multiprocessors: int) -> bool:
+        """Whether the counters suffice, and the kernel's 32-bit products of counts (whole tiles need neither)."""
+        work = self.tiles(m, n) * _ceil(k // WINDOW_COLUMNS, self.unit) * self.grid(m, n, k, multiprocessors)
+        return self.whole or (self.tiles(m, n) * self.groups * 4 <= COUNTERS - 2 and work < 2**32)
+
     def cost(self, m: int, n: int, k: int, multiprocessors: int) -> float:
         """Estimated microseconds."""
         windows, tiles = k // WINDOW_COLUMNS, self.tiles(m, n)
@@ -151,14 +169,20 @@ def all_many_rows_plans() -> list[ManyRowsPlan]:
 
 
 @cache
+def partial_workspace_bytes(multiprocessors: int) -> int:
+    """Workspace for partial sums, of fixed size: what the largest shared tiles of the many-row kernels take."""
+    return max(plan.partial_bytes(multiprocessors) for plan in all_many_rows_plans())
+
+
+@cache
 def few_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan | None:
-    """The cheapest cut of k that fits shared memory, or None where none does."""
+    """The cheapest cut of k that fits, or None where none does."""
     best: tuple[float, FewRowsPlan] | None = None
     for slices in range(1, min(12, k // WINDOW_COLUMNS, multiprocessors) + 1):
         units = FewRowsPlan(16, slices).units(n, k, multiprocessors)
         warps = next(warps for least, warps in _WARPS if units > least)
         plan = FewRowsPlan(warps, slices, pair=m > 1 and slices == 1 and warps < 16)
-        if plan.shared_bytes(m, n, k, multiprocessors) > SHARED_BYTES:
+        if not plan.fits(m, n, k, multiprocessors):
             continue
         cost = units * _UNIT_US + (_SLICE_US if slices > 1 else 0.0)
         if best is None or cost < best[0]:
@@ -169,5 +193,7 @@ def few_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan |
 @cache
 def many_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> ManyRowsPlan:
     """The tile shape of least estimated time among those not much taller than `m`."""
-    plans = [plan for plan in all_many_rows_plans() if plan.tokens < max(2 * m, 17)]
+    plans = [
+        plan for plan in all_many_rows_plans() if plan.tokens < max(2 * m, 17) and plan.fits(m, n, k, multiprocessors)
+    ]
     return min(plans, key=lambda plan: plan.cost(m, n, k, multiprocessors))

@@ -170,7 +170,7 @@ __device__ __forceinline__ void few_rows(const Params& p) {
         if (p.slices > 1 && !sum_slices(p, slice, tile, tiles, lane, v)) continue;
         const Epilogue e(p, tile, lane);
         scale_and_add_lora<1>(p, e, tile, 0, lane, sum);
-        store_block(p, e, tile, 0, lane, v);
+        store<1>(p, e, tile, 0, lane, sum);
     }
 }
 

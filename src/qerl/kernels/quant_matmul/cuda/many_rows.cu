@@ -213,8 +213,7 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                 const Epilogue e(p, row_tile, lane);
                 const int token0 = tile / work.row_blocks * TOKENS;
                 scale_and_add_lora<TOKENS / 8>(p, e, row_tile, token0, lane, c);
-#pragma unroll
-                for (int b = 0; b < TOKENS / 8; b++) store_block(p, e, row_tile, token0 + b * 8, lane, c[b]);
+                store<TOKENS / 8>(p, e, row_tile, token0, lane, c);
             }
             if (unit == work.units) unit = 0, tile++;
         }
