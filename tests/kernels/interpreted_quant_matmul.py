@@ -60,6 +60,36 @@ def test_few_rows(name: str, m: int, slices: int) -> None:
     assert rms_ratio(y, expected) <= rounded_once(expected, torch.bfloat16)
 
 
+@pytest.mark.parametrize("slices", [1, 3], ids=["whole", "split"])
+@pytest.mark.parametrize("m", [1, 7])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_few_rows_in_fp32(name: str, m: int, slices: int) -> None:
+    weight = WEIGHTS[name]()
+    x = torch.randn(m, weight.in_features).bfloat16()
+    bias = torch.randn(weight.out_features).bfloat16() if m == 7 else None
+    config = FewRowsConfig(block_n=32, block_k=64, slices=slices, num_warps=4, num_stages=3)
+    y = launch.few_rows_matmul(x, weight, bias, config, torch.float32)
+    expected = x.double() @ exact_weight(weight).t() + (0 if bias is None else bias.double())
+    assert y.dtype == torch.float32 and rms_ratio(y, expected) < 1e-6
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("uniform", [True, False], ids=["one-scale", "own-scales"])
+@pytest.mark.parametrize("weight_format", ["nvfp4", "nf4"])
+def test_blocks_of_rows(weight_format: str, uniform: bool, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = make_group(weight_format, (80, 9, 33), 192, uniform)
+    monkeypatch.setattr(paths, "BLOCK_BYTES", 40 * 192 * 4)
+    x, dy = torch.randn(13, 192), torch.randn(13, 122)
+    bias = torch.randn(122) if with_bias else None
+    exact = exact_weight(weight)
+    expected = x.double() @ exact.t() + (0 if bias is None else bias.double())
+    assert rms_ratio(paths.blockwise_matmul(x, weight, bias), expected) < 1e-6
+    assert rms_ratio(paths.blockwise_matmul_dx(dy, weight), dy.double() @ exact) < 1e-6
+    if weight_format == "nvfp4":
+        blocks = [(rows.start, rows.stop) for rows, _, _ in paths._dense_blocks(weight, torch.float32)]
+        assert blocks == [(0, 32), (32, 64), (64, 80), (80, 89), (89, 121), (121, 122)]
+
+
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("uniform", [True, False], ids=["one-scale", "own-scales"])
 @pytest.mark.parametrize("weight_format", ["nvfp4", "nf4"])

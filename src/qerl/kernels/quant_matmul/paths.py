@@ -87,9 +87,11 @@ def _dense_blocks(
     if weight.format == "nf4":
         yield slice(0, weight.out_features), _dequantized(weight, dtype), 1.0
         return
-    step = max(16, BLOCK_BYTES // (weight.in_features * dtype.itemsize) // 16 * 16)
+    most = max(16, BLOCK_BYTES // (weight.in_features * dtype.itemsize) // 16 * 16)
     alpha = weight.uniform_scale
     for segment, inverse in _segments(weight):
+        length = segment.stop - segment.start
+        step = -(-length // (-(-length // most) * 16)) * 16  # blocks of about equal size
         for first in range(segment.start, segment.stop, step):
             last = min(segment.stop, first + step)
             dense = _dequantized(weight.rows(first, last), dtype)
