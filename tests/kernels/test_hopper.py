@@ -176,6 +176,8 @@ def test_graphs_replay_with_new_inputs(weight: tuple[GroupWeight, torch.Tensor],
 @pytest.mark.parametrize("shape", [(152064, 3584), (49152, 576)], ids=str)
 @pytest.mark.usefixtures("poisoned_memory")
 def test_the_logits_of_a_head(shape: tuple[int, int]) -> None:
+    from qerl.kernels.quant_matmul.paths import BLOCK_BYTES
+
     n, k = shape
     packed = random_packed("nvfp4", n, k, "cuda", torch.Generator("cuda").manual_seed(0))
     tiles = to_tiles(packed.codes, packed.block_scale)
@@ -186,8 +188,6 @@ def test_the_logits_of_a_head(shape: tuple[int, int]) -> None:
         x = torch.randn(m, k, device="cuda").bfloat16()
         assert rms_ratio(quant_matmul(x, weight, out_dtype=torch.float32), x.double() @ exact.t()) < FP32_BOUND
     dy = torch.randn(220, n, device="cuda").bfloat16()
-    from qerl.kernels.quant_matmul.paths import BLOCK_BYTES
-
     before = workspace_bytes(dy.device)
     dx = quant_matmul_dx(dy, weight, torch.float32)
     assert rms_ratio(dx, dy.double() @ exact) < 3 * FP32_BOUND  # sums of 30,000 products

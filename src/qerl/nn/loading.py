@@ -150,7 +150,7 @@ def _load_head(
         if not is_tied and _TIED_HEAD not in reader.names():
             raise ModelLoadError(f"{reader.path} has no {_TIED_HEAD} and its config does not tie it to the embedding.")
         weight = embedding.weight if is_tied else reader.load(_TIED_HEAD)
-        packed = _quantize_rows(get_format(format), weight.detach().to(device, torch.bfloat16))
+        packed = quantize_rows(get_format(format), weight.detach().to(device, torch.bfloat16))
     if tuple(packed.shape) != shape:
         raise ModelLoadError(
             f"{_HEAD} in {reader.path} has shape {tuple(packed.shape)}, the config says {shape}: another model's "
@@ -168,7 +168,7 @@ def _load_head(
         )  # fmt: skip
 
 
-def _quantize_rows(weight_format: WeightFormat, weight: torch.Tensor) -> PackedTensor:
+def quantize_rows(weight_format: WeightFormat, weight: torch.Tensor) -> PackedTensor:
     """``weight`` packed as a whole would be, in parts of rows that share its global scale."""
     parts = weight_format.quantize(weight.split(_HEAD_ROWS))
     codes = torch.cat([part.codes for part in parts])
