@@ -41,8 +41,9 @@ def test_engine_and_trainer_agree_at_every_step_with_and_without_noise(trainer: 
     assert all(0 < ess <= 1 for ess in logs.values("sampling/ess"))
 
 
-def test_a_packed_head_trains_and_agrees_with_the_engine(trainer: MakeTrainer, tmp_path: Path) -> None:
-    made, logs = run(trainer, max_steps=3, head="nvfp4", save_strategy="steps", save_steps=3)
+@pytest.mark.parametrize("backend", ["engine", "transformers"])
+def test_a_packed_head_trains_and_agrees_with_what_samples(trainer: MakeTrainer, backend: str, tmp_path: Path) -> None:
+    made, logs = run(trainer, max_steps=3, head="nvfp4", rollout_backend=backend, save_strategy="steps", save_steps=3)
     policy = made.accelerator.unwrap_model(made.model)
     assert policy.get_base_model().qerl_head == "nvfp4"
     assert max(logs.values("parity/max")) < 1e-4

@@ -162,7 +162,7 @@ def _load_head(
     setattr(model, _HEAD, QuantHead(group))
     if is_tied:
         model.config.tie_word_embeddings = False
-        logger.info(
+        logger.warning(
             "the output head is a %s copy of the tied embedding, which stays 16 bit: %.1f MB more, not less",
             format, group.resident_bytes / 1e6,
         )  # fmt: skip
