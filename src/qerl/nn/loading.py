@@ -163,7 +163,7 @@ def _load_head(
     if is_tied:
         model.config.tie_word_embeddings = False
         logger.warning(
-            "the output head is a %s copy of the tied embedding, which stays 16 bit: %.1f MB more, not less",
+            "the output head is an %s copy of the tied embedding, which stays 16 bit: %.1f MB more, not less",
             format, group.resident_bytes / 1e6,
         )  # fmt: skip
 
