@@ -6,7 +6,7 @@ from kernel_cases import exact_weight, join_segments, make_group, rms_ratio, rou
 
 from qerl.formats.base import PackedTensor, get_format
 from qerl.kernels.quant_matmul import launch, paths, reference
-from qerl.kernels.quant_matmul.config import FewRowsConfig
+from qerl.kernels.quant_matmul.config import FEW_ROWS, FewRowsConfig
 from qerl.kernels.quant_matmul.weight import GroupWeight
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -88,6 +88,24 @@ def test_blocks_of_rows(weight_format: str, uniform: bool, with_bias: bool, monk
     if weight_format == "nvfp4":
         blocks = [(rows.start, rows.stop) for rows, _, _ in paths._dense_blocks(weight, torch.float32)]
         assert blocks == [(0, 32), (32, 64), (64, 80), (80, 89), (89, 121), (121, 122)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_only_wider_results_come_in_blocks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group larger than a block is dequantized at once where the result has the dtype of the operand."""
+    weight, shapes, plain = make_group("nvfp4", (80, 48), 192), [], paths.dequantize_into
+    monkeypatch.setattr(paths, "BLOCK_BYTES", 40 * 192 * dtype.itemsize)
+
+    def recorded(part: GroupWeight, out: torch.Tensor) -> None:
+        shapes.append(tuple(out.shape))
+        plain(part, out)
+
+    monkeypatch.setattr(paths, "dequantize_into", recorded)
+    x, dy = torch.randn(FEW_ROWS + 1, 192).to(dtype), torch.randn(3, 128).to(dtype)
+    for out_dtype in (None, dtype):
+        y, dx = paths.matmul(x, weight, None, None, out_dtype), paths.matmul_dx(dy, weight, out_dtype)
+        assert y.dtype == dx.dtype == dtype
+    assert shapes == 4 * [(128, 192)]
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])

@@ -7,7 +7,7 @@ import torch
 from kernel_cases import exact_weight, make_group, rms_ratio, rounded_once
 from test_tiles import in_tiles
 
-from qerl.kernels.lora import lora_shrink
+from qerl.kernels.lora import lora_shrink, overlap_slot
 from qerl.kernels.quant_matmul import (
     MANY_ROWS,
     GroupWeight,
@@ -21,6 +21,7 @@ from qerl.kernels.quant_matmul import (
     workspace_bytes,
 )
 from qerl.kernels.quant_matmul.hopper_plan import SHARED_BYTES, FewRowsPlan, all_many_rows_plans
+from qerl.kernels.rms_norm import add_rms_norm, rms_norm
 from qerl.nn.random_weights import random_packed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
@@ -146,31 +147,39 @@ def test_lora_shrink(shape: tuple[int, int, int]) -> None:
     assert torch.equal(u, lora_shrink(x, a))
 
 
-@pytest.mark.parametrize("overlaps", [False, True], ids=["", "overlaps"])
 @pytest.mark.parametrize("m", [1, 8, 24, 150])
-def test_graphs_replay_with_new_inputs(weight: tuple[GroupWeight, torch.Tensor], m: int, overlaps: bool) -> None:
+@pytest.mark.parametrize("overlaps", [False, True], ids=["in-a-row", "overlaps"])
+def test_chains_in_graphs(weight: tuple[GroupWeight, torch.Tensor], m: int, overlaps: bool) -> None:
+    """Several norms, shrinks and products, each early to start, replayed with new inputs: same bits as in a row."""
     packed, _ = weight
-    x = torch.randn(m, packed.in_features, device="cuda").bfloat16()
-    a = torch.randn(32, packed.in_features, device="cuda").bfloat16() / 60
-    b = torch.randn(packed.out_features * 32, device="cuda").bfloat16()
-    places, start = [], 0
-    for rows in packed.segments:
-        places.append((0, 32, start * 32))
-        start += rows
+    rank, columns = 32, packed.in_features
+    norm = torch.ones(columns, device="cuda", dtype=torch.bfloat16)
+    factors = [torch.randn(rank, columns, device="cuda").bfloat16() / 60 for _ in range(6)]
+    b = torch.randn(packed.out_features * rank, device="cuda").bfloat16()
+    starts = [sum(packed.segments[:index]) for index in range(len(packed.segments))]
+    places = tuple((0, rank, start * rank) for start in starts)
+    x = torch.randn(m, columns, device="cuda").bfloat16()
 
-    def step() -> torch.Tensor:
-        return quant_matmul(x, packed, None, LoraUpdate(lora_shrink(x, a, overlaps), b, tuple(places), overlaps))
+    def chain(early: bool) -> list[torch.Tensor]:
+        outputs, hidden = [], x
+        for a in factors:
+            normed = rms_norm(hidden, norm, None, 1e-6)
+            slot = overlap_slot(normed) if early else None
+            y = quant_matmul(normed, packed, None, LoraUpdate(lora_shrink(normed, a, slot), b, places, slot))
+            outputs.append(y)
+            # The next input depends on this output, through a kernel that may start early as well.
+            hidden = add_rms_norm(y[:, :1].expand(m, columns).contiguous(), normed, norm, None, 1e-6)[0]
+        return outputs
 
-    step()
+    chain(overlaps)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = step()
-    for _ in range(3):
+        outputs = chain(overlaps)
+    for _ in range(10):
         x.copy_(torch.randn_like(x))
-        a.copy_(torch.randn_like(a) / 60)
         graph.replay()
+        assert all(torch.equal(y, wanted) for y, wanted in zip(outputs, chain(False), strict=True))
         assert not hopper._workspace(x.device)[1].any()
-        assert torch.equal(y, quant_matmul(x, packed, None, LoraUpdate(lora_shrink(x, a), b, tuple(places))))
 
 
 @pytest.mark.parametrize("shape", [(152064, 3584), (49152, 576)], ids=str)

@@ -8,10 +8,10 @@ import pytest
 
 from qerl.kernels.quant_matmul import hopper, hopper_plan
 from qerl.kernels.quant_matmul.hopper_plan import (
-    COUNTERS,
     FEW_ROWS,
     MANY_ROWS,
     SHARED_BYTES,
+    SUM_COUNTERS,
     all_many_rows_plans,
     few_rows_plan,
     many_rows_plan,
@@ -31,10 +31,15 @@ SMS = [132, 114, 78]
 def entry_points(source: str) -> set[str]:
     """Names that the instantiating macros of a ``.cu`` file make."""
     text = (SOURCES / source).read_text()
-    if source == "few_rows.cu":
-        names = {f"few_rows_{w}_{s}" for w, s in re.findall(r"^KERNEL\((\d+), (\d+)\)", text, re.M)}
-        return names | {f"few_rows_{w}_{s}_pair" for w, s in re.findall(r"^PAIRED_KERNEL\((\d+), (\d+)\)", text, re.M)}
-    return {"many_rows_" + "_".join(v.split(", ")) for v in re.findall(r"^KERNEL\((\d+(?:, \d+)+)\)", text, re.M)}
+    names = set()
+    for macro, pattern in re.findall(r"#define (\w+)\(.*?__ \w.*?((?:few|many)_rows_##[\w#]+)\(", text, re.S):
+        parameters = re.search(rf"#define {macro}\((.*?)\)", text).group(1).split(", ")
+        for values in re.findall(rf"^{macro}\((\d+(?:, \d+)+)\)", text, re.M):
+            name = pattern
+            for parameter, value in zip(parameters, values.split(", "), strict=True):
+                name = name.replace(f"##{parameter}", value)
+            names.add(name.replace("##", ""))
+    return names
 
 
 @pytest.mark.parametrize("sms", SMS)
@@ -48,7 +53,7 @@ def test_plans_fit_the_gpu_and_name_a_kernel(shape: tuple[int, int], sms: int) -
             assert plan.shared_bytes(m, n, k, sms) <= SHARED_BYTES
             assert 0 < plan.group(sms) * plan.slices <= sms and (not plan.pair or plan.group(sms) % 2 == 0)
             if plan.slices > 1:
-                assert plan.slices * (n // 16) * 512 <= partial_workspace_bytes(sms) and n // 16 <= COUNTERS - 2
+                assert plan.slices * (n // 16) * 512 <= partial_workspace_bytes(sms) and n // 16 <= SUM_COUNTERS
     for m in (FEW_ROWS + 1, 16, 17, 33, 64, 65, 128, 129, 300, 1000, MANY_ROWS):
         plan = many_rows_plan(m, n, k, sms)
         assert plan.name in entry_points("many_rows.cu") and plan.shared_bytes <= SHARED_BYTES
@@ -56,7 +61,7 @@ def test_plans_fit_the_gpu_and_name_a_kernel(shape: tuple[int, int], sms: int) -
         assert 0 < grid <= sms
         # Divisions in the kernel are unsigned 32 bit.
         assert plan.whole or plan.tiles(m, n) * units * grid < 2**32
-        assert plan.whole or plan.tiles(m, n) * plan.groups * 4 <= COUNTERS - 2
+        assert plan.whole or plan.tiles(m, n) * plan.groups * 4 <= SUM_COUNTERS
         assert m <= plan.tokens * -(-m // plan.tokens) and plan.tokens < max(2 * m, 17)
 
 
@@ -71,6 +76,8 @@ def test_what_does_not_fit_is_not_chosen() -> None:
 
 def test_every_shape_of_tile_is_compiled() -> None:
     assert {plan.name for plan in all_many_rows_plans()} == entry_points("many_rows.cu")
+    for source in ("few_rows", "many_rows"):  # the same kernels with an fp32 result
+        assert {f"{name}_wide" for name in entry_points(f"{source}.cu")} == entry_points(f"{source}_wide.cu")
     assert all(plan.shared_bytes <= SHARED_BYTES for plan in all_many_rows_plans())
 
 
@@ -86,7 +93,9 @@ def test_the_choice_on_an_h200() -> None:
     assert many_rows_plan(2048, 37888, 3584, 132).tokens == 256
 
 
-@pytest.mark.parametrize("source", ["few_rows", "many_rows", "dequantize", "lora_shrink"])
+@pytest.mark.parametrize(
+    "source", ["few_rows", "many_rows", "few_rows_wide", "many_rows_wide", "dequantize", "lora_shrink"]
+)
 def test_nvrtc_compiles_without_a_gpu(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("cuda.bindings") is None:
         pytest.skip("cuda-bindings is not installed")
@@ -99,6 +108,7 @@ def test_nvrtc_compiles_without_a_gpu(source: str, tmp_path: Path, monkeypatch: 
         if "cannot compile" in str(error):
             raise
         pytest.skip(f"NVRTC is not installed: {error}")
-    assert cubin[:4] == b"\x7fELF" and source.encode() in cubin
+    assert cubin[:4] == b"\x7fELF"
+    assert all(name.encode() in cubin for name in entry_points(f"{source}.cu") or {source})
     (cached,) = (tmp_path / "qerl" / "kernels").iterdir()
     assert cached.read_bytes() == cubin == compile_cubin(SOURCES / f"{source}.cu")

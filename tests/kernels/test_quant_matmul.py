@@ -126,9 +126,12 @@ def test_ops_are_well_formed_for_torch_compile(weight_format: str, checks: tuple
     parts = (weight.codes, weight.block_scale, weight.global_scale, weight_format, list(weight.segments), None)
     ops = torch.ops.qerl
     torch.library.opcheck(
-        ops.quant_matmul, (torch.randn(3, 192), *parts, None, None, None, [], False, False), test_utils=checks
+        ops.quant_matmul, (torch.randn(3, 192), *parts, None, None, None, [], None), test_utils=checks
     )
-    torch.library.opcheck(ops.quant_matmul_dx, (torch.randn(3, 39), *parts, True), test_utils=checks)
+    torch.library.opcheck(ops.quant_matmul_dx, (torch.randn(3, 39), *parts), test_utils=checks)
+    wide = (torch.randn(3, 192).bfloat16(), *parts, None, None, None, [], None, True)
+    torch.library.opcheck(ops.quant_matmul, wide, test_utils=checks)
+    torch.library.opcheck(ops.quant_matmul_dx, (torch.randn(3, 39).bfloat16(), *parts, True), test_utils=checks)
     torch.library.opcheck(ops.dequantize, (torch.zeros(39, 192), *parts), test_utils=checks)
 
 

@@ -51,8 +51,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Chunk by chunk; keeps the normalizers and entropies, never the logits."""
         ctx.temperature = temperature
-        ctx.weight = weight  # frozen and resident
-        vocab = weight.out_features if isinstance(weight, WeightGroup) else weight.shape[0]
+        ctx.group = weight if isinstance(weight, WeightGroup) else None
+        vocab = weight.shape[0] if ctx.group is None else ctx.group.out_features
         ctx.rows = max(1, CHUNK_BYTES // (4 * vocab))
         logprobs, entropies, normalizers = (hidden.new_empty(labels.shape, dtype=torch.float32) for _ in range(3))
         for start in range(0, labels.shape[0], ctx.rows):
@@ -62,7 +62,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logprobs[part] = logits.gather(1, labels[part, None])[:, 0] - normalizers[part]
             probs = (logits - normalizers[part, None]).exp_()
             entropies[part] = normalizers[part] - (probs * logits).sum(-1)
-        ctx.save_for_backward(hidden, labels, normalizers, entropies)
+        saved = weight if ctx.group is None else None
+        ctx.save_for_backward(hidden, saved, labels, normalizers, entropies)
         return logprobs, entropies
 
     @staticmethod
@@ -70,12 +71,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None]:
         """Computes each chunk's logits again; the gradient enters the matmul in the compute dtype."""
-        hidden, labels, normalizers, entropies = ctx.saved_tensors
+        hidden, saved, labels, normalizers, entropies = ctx.saved_tensors
+        weight = saved if ctx.group is None else ctx.group
         grad_hidden = torch.empty_like(hidden)
         uses_entropy = bool(grad_entropies.any())
         for start in range(0, labels.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
-            log_p = fp32_logits(hidden[part], ctx.weight).div_(ctx.temperature).sub_(normalizers[part, None])
+            log_p = fp32_logits(hidden[part], weight).div_(ctx.temperature).sub_(normalizers[part, None])
             grad = log_p.exp()
             if uses_entropy:
                 log_p.add_(entropies[part, None]).mul_(grad_entropies[part, None]).add_(grad_logprobs[part, None])
@@ -83,7 +85,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             else:
                 grad.mul_(-grad_logprobs[part, None])
             grad.scatter_add_(1, labels[part, None], grad_logprobs[part, None])
-            grad_hidden[part] = _hidden_gradient(grad.div_(ctx.temperature), hidden, ctx.weight)
+            grad_hidden[part] = _hidden_gradient(grad.div_(ctx.temperature), hidden, weight)
         return grad_hidden, None, None, None
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from qerl.formats.base import PackedTensor
-from qerl.kernels.lora import lora_shrink, shrink_overlaps
+from qerl.kernels.lora import lora_shrink, overlap_slot
 from qerl.kernels.quant_matmul import GroupWeight, LoraUpdate, quant_matmul, quant_matmul_dx
 from qerl.nn.group import WeightGroup, dense_linear
 
@@ -48,11 +48,11 @@ class _QuantLoraMatmul(torch.autograd.Function):
         b: torch.Tensor,
     ) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        overlaps = shrink_overlaps(rows)
-        u = lora_shrink(rows, a, announces=overlaps)
+        slot = overlap_slot(rows)
+        u = lora_shrink(rows, a, slot)
         ctx.weight = weight
         ctx.save_for_backward(rows, u, a, b)
-        update = LoraUpdate(u, b.reshape(-1), ((0, b.shape[1], 0),), overlaps)
+        update = LoraUpdate(u, b.reshape(-1), ((0, b.shape[1], 0),), slot)
         return quant_matmul(rows, weight, bias, update).view(*x.shape[:-1], b.shape[0])
 
     @staticmethod

@@ -34,7 +34,7 @@ class ModelMemory:
         return [
             ("packed weights (one copy, trainer and engine)", self.packed_weights),
             ("dequantized cache (CPU path)", self.dense_cache),
-            ("embeddings, 16-bit head, norms", self.other_frozen),
+            ("embeddings, head, norms", self.other_frozen),
             ("trainable (LoRA masters)", self.trainable),
         ]
 

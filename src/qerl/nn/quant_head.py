@@ -49,7 +49,11 @@ class QuantHead(GroupHandle):
         return f"hidden={self.in_features}, vocab={self.out_features}, format={self.group.format}"
 
 
-def head_weight(model: PreTrainedModel) -> torch.Tensor | WeightGroup:
-    """What the head of ``model`` multiplies by: its weight [V, H], or the group of a packed head."""
-    head: nn.Module = model.get_output_embeddings()
+def weight_of(head: nn.Module) -> torch.Tensor | WeightGroup:
+    """What an output head multiplies by: its weight [V, H], or the group of a packed head."""
     return head.group if isinstance(head, QuantHead) else head.weight
+
+
+def head_weight(model: PreTrainedModel) -> torch.Tensor | WeightGroup:
+    """:func:`weight_of` the head of ``model``."""
+    return weight_of(model.get_output_embeddings())

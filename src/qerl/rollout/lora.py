@@ -9,7 +9,7 @@ Base weights have no shadow at all.
 import torch
 from torch import nn
 
-from qerl.kernels.lora import LoraSegment, PackedB, lora_expand, lora_shrink, shrink_overlaps
+from qerl.kernels.lora import LoraSegment, PackedB, lora_expand, lora_shrink, overlap_slot
 from qerl.kernels.quant_matmul import LoraUpdate
 from qerl.nn.group import WeightGroup
 from qerl.nn.linear import QuantLinear
@@ -78,8 +78,8 @@ class GroupLora:
             for segment, place, enabled in zip(self.b.segments, self.b.places, active, strict=True)
         }
         ordered = tuple(places.get(start, (0, 0, 0)) for start in group.starts)
-        overlaps = shrink_overlaps(x)
-        return LoraUpdate(lora_shrink(x, self.a, announces=overlaps), self.b.buffer, ordered, overlaps)
+        slot = overlap_slot(x)
+        return LoraUpdate(lora_shrink(x, self.a, slot), self.b.buffer, ordered, slot)
 
     @property
     def bytes(self) -> int:

@@ -21,7 +21,7 @@ from qerl.nn.linear import QuantLinear
 from qerl.nn.lora import LoraQuantLinear
 from qerl.nn.mlp import GatedMLP
 from qerl.nn.norm import RMSNorm
-from qerl.nn.quant_head import head_weight
+from qerl.nn.quant_head import weight_of
 from qerl.rollout.attention import paged_attention
 from qerl.rollout.core import ForwardBatch
 from qerl.rollout.kv_cache import KVCache
@@ -132,6 +132,7 @@ class DecoderRunner:
         self.causal = causal
         self.decoder = causal.model
         self.embedding: nn.Embedding = causal.get_input_embeddings()
+        self.output: nn.Module = causal.get_output_embeddings()
         self.dtype: torch.dtype = self.embedding.weight.dtype
         self.num_layers: int = config.num_hidden_layers
         self.num_heads: int = config.num_attention_heads
@@ -172,7 +173,7 @@ class DecoderRunner:
     @property
     def head(self) -> torch.Tensor | WeightGroup:
         """The trainer's output head: its weight [vocab, hidden], or the group of a packed one."""
-        return head_weight(self.causal)
+        return weight_of(self.output)
 
     def sync(self) -> None:
         """Bring the LoRA shadows up to the masters (in place); base weights and norms are shared and never move."""
@@ -187,8 +188,9 @@ class DecoderRunner:
 
     def capture_key(self) -> tuple[int | bool, ...]:
         """Addresses of everything that ``forward`` reads beside its arguments, and which adapters are enabled."""
-        head = self.head.packed if isinstance(self.head, WeightGroup) else self.head
-        tensors = [self.embedding.weight, head, self.rope, self.final_norm.weight, self.final_norm.noise]
+        head = self.head
+        weight = head.packed if isinstance(head, WeightGroup) else head
+        tensors = [self.embedding.weight, weight, self.rope, self.final_norm.weight, self.final_norm.noise]
         for layer in self.layers:
             norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm)
             linears = (layer.qkv, layer.o, layer.gate_up, layer.down)

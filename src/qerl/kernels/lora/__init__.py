@@ -13,21 +13,21 @@ from qerl.kernels.lora.packed import LoraSegment, PackedB
 from qerl.kernels.quant_matmul import hopper
 from qerl.kernels.rows import aligned_rows
 
-__all__ = ["MAX_SHRINK_ROWS", "LoraSegment", "PackedB", "lora_expand", "lora_shrink", "shrink_overlaps"]
+__all__ = ["MAX_SHRINK_ROWS", "LoraSegment", "PackedB", "lora_expand", "lora_shrink", "overlap_slot"]
 
 # Above this many rows cuBLAS fills the GPU without splitting K.
 MAX_SHRINK_ROWS = 512
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def lora_shrink(x: torch.Tensor, a: torch.Tensor, announces: bool = False) -> torch.Tensor:
+def lora_shrink(x: torch.Tensor, a: torch.Tensor, slot: int | None = None) -> torch.Tensor:
     """``x a^T`` of few rows with K split over programs, added up in a fixed order; no gradient.
 
     Args:
         x: bf16, fp16 or fp32 [T, K]. Above 512 rows, and on the CPU, a plain matmul.
         a: [R, K] contiguous, in the dtype of ``x``: the A factors of all members.
-        announces: only where :func:`shrink_overlaps` holds, and only where the product of the same ``x`` is launched
-            next on this stream with ``LoraUpdate.overlaps``: it may then run beside this kernel.
+        slot: from :func:`overlap_slot`, only where the product of the same ``x`` is launched next on this stream with
+            the same ``LoraUpdate.slot``: it then runs beside this kernel.
 
     Returns:
         [T, R] in the dtype of ``x``.
@@ -45,12 +45,15 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, announces: bool = False) -> to
         )
     if not x.is_cuda or x.shape[0] > MAX_SHRINK_ROWS:
         return reference.lora_shrink(x, a)
-    return _shrink_op(x, a, announces)
+    return _shrink_op(x, a, slot)
 
 
-def shrink_overlaps(x: torch.Tensor) -> bool:
-    """Whether the product of ``x`` may run beside :func:`lora_shrink`: a Hopper GPU, and no copy of x in between."""
-    return _on_hopper(x) and x.is_contiguous() and x.data_ptr() % 16 == 0
+def overlap_slot(x: torch.Tensor) -> int | None:
+    """What lets the product of ``x`` run beside :func:`lora_shrink`, for both of them; None where it cannot.
+
+    It can on a Hopper GPU, with no copy of x in between.
+    """
+    return hopper.next_slot() if _on_hopper(x) and x.is_contiguous() and x.data_ptr() % 16 == 0 else None
 
 
 def _on_hopper(x: torch.Tensor) -> bool:
@@ -98,10 +101,10 @@ def lora_expand(y: torch.Tensor, u: torch.Tensor, b: PackedB, active: tuple[bool
 
 
 @torch.library.custom_op("qerl::lora_shrink", mutates_args=())
-def _shrink_op(x: torch.Tensor, a: torch.Tensor, announces: bool) -> torch.Tensor:
+def _shrink_op(x: torch.Tensor, a: torch.Tensor, slot: int | None) -> torch.Tensor:
     if _on_hopper(x):
         with launch_on(x.device):
-            return hopper.lora_shrink(aligned_rows(x), a, announces)
+            return hopper.lora_shrink(aligned_rows(x), a, slot)
     from qerl.kernels.lora import launch  # Triton comes only with CUDA builds of torch.
 
     splits = launch.num_splits(x.shape[0], a.shape[0], x.shape[1], multiprocessor_count(x.device.index))
@@ -110,7 +113,7 @@ def _shrink_op(x: torch.Tensor, a: torch.Tensor, announces: bool) -> torch.Tenso
 
 
 @_shrink_op.register_fake
-def _(x, a, announces):  # type: ignore[no-untyped-def]
+def _(x, a, slot):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], a.shape[0])
 
 

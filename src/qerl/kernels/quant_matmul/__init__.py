@@ -93,8 +93,8 @@ def quant_matmul(
         _check_lora(x, weight, lora)
     places = [] if lora is None else [number for place in lora.places for number in place]
     u, b = (None, None) if lora is None else (lora.u, lora.b)
-    overlaps = lora is not None and lora.overlaps
-    y = _matmul_op(x.reshape(-1, x.shape[-1]), *_parts(weight), bias, u, b, places, overlaps, wide)
+    slot = None if lora is None else lora.slot
+    y = _matmul_op(x.reshape(-1, x.shape[-1]), *_parts(weight), bias, u, b, places, slot, wide)
     return y.view(*x.shape[:-1], weight.out_features)
 
 
@@ -231,17 +231,17 @@ def _matmul_op(
     u: torch.Tensor | None,
     b: torch.Tensor | None,
     places: Sequence[int],
-    overlaps: bool,
-    wide: bool,
+    slot: int | None,
+    wide: bool = False,
 ) -> torch.Tensor:
     out_dtype = torch.float32 if wide else x.dtype
     weight = _weight(codes, block_scale, global_scale, weight_format, segments, uniform_scale)
     rows = aligned_rows(x) if x.is_cuda else x
     lora = None
     if u is not None and b is not None:
-        if overlaps and rows.data_ptr() != x.data_ptr():
-            raise ValueError("overlaps needs contiguous x, aligned to 16 bytes: a copy of it would come in between")
-        lora = LoraUpdate(u, b, tuple(zip(places[::3], places[1::3], places[2::3], strict=True)), overlaps)
+        if slot is not None and rows.data_ptr() != x.data_ptr():
+            raise ValueError("a slot needs contiguous x, aligned to 16 bytes: a copy of it would come in between")
+        lora = LoraUpdate(u, b, tuple(zip(places[::3], places[1::3], places[2::3], strict=True)), slot)
     if not x.is_cuda:
         return reference.quant_matmul(x, weight, bias, lora, out_dtype)
     from qerl.kernels.quant_matmul import paths  # Triton comes only with CUDA builds of torch.
@@ -251,7 +251,9 @@ def _matmul_op(
 
 
 @_matmul_op.register_fake
-def _(x, codes, block_scale, global_scale, weight_format, segments, uniform_scale, bias, u, b, places, overlaps, wide):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    x, codes, block_scale, global_scale, weight_format, segments, uniform_scale, bias, u, b, places, slot, wide=False
+):
     return x.new_empty(x.shape[0], sum(segments), dtype=torch.float32 if wide else x.dtype)
 
 
@@ -264,7 +266,7 @@ def _matmul_dx_op(
     weight_format: str,
     segments: Sequence[int],
     uniform_scale: float | None,
-    wide: bool,
+    wide: bool = False,
 ) -> torch.Tensor:
     out_dtype = torch.float32 if wide else dy.dtype
     weight = _weight(codes, block_scale, global_scale, weight_format, segments, uniform_scale)
@@ -277,7 +279,7 @@ def _matmul_dx_op(
 
 
 @_matmul_dx_op.register_fake
-def _(dy, codes, block_scale, global_scale, weight_format, segments, uniform_scale, wide):  # type: ignore[no-untyped-def]
+def _(dy, codes, block_scale, global_scale, weight_format, segments, uniform_scale, wide=False):  # type: ignore[no-untyped-def]
     return dy.new_empty(dy.shape[0], _columns(codes), dtype=torch.float32 if wide else dy.dtype)
 
 

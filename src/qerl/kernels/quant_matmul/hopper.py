@@ -1,6 +1,7 @@
 """Launches of the Hopper kernels over weights in the tile layout (see ``tiles.py`` and ``cuda/``)."""
 
 import ctypes
+import itertools
 import logging
 import os
 from functools import cache, lru_cache
@@ -9,10 +10,11 @@ from pathlib import Path
 import torch
 
 from qerl.kernels.cuda import KernelBuildError, Launch, compile_cubin, load_kernel
-from qerl.kernels.device import multiprocessor_count
+from qerl.kernels.device import dependent_launch, multiprocessor_count
 from qerl.kernels.quant_matmul.hopper_plan import (
     COUNTERS,
     FEW_ROWS,
+    SLOTS,
     FewRowsPlan,
     ManyRowsPlan,
     few_rows_plan,
@@ -32,6 +34,7 @@ SHRINK_BYTES = 48 << 10
 _SOURCES = Path(__file__).parent / "cuda"
 # Tiles store code x scale x 2^-9 after decoding (cuda/tiles.cuh); the epilogue takes the power back.
 _SCALE = 512.0
+_slots = itertools.count()
 
 
 class _Lora(ctypes.Structure):
@@ -51,7 +54,6 @@ class _Params(ctypes.Structure):
         ("tiles", ctypes.c_void_p),
         ("x", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
-        ("y32", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("global_scale", ctypes.c_void_p),
         ("partial", ctypes.c_void_p),
@@ -144,7 +146,8 @@ def run_few_rows(
     params.slices = plan.slices
     shared = plan.shared_bytes(*shape, sms)
     grid = plan.group(sms) * plan.slices
-    _launch("few_rows", plan.name, 32 * plan.warps, (grid, 1, 1), shared, x.device.index)(params)
+    wide = _wide(y)
+    _launch(f"few_rows{wide}", plan.name + wide, 32 * plan.warps, (grid, 1, 1), shared, x.device.index)(params)
 
 
 def run_many_rows(
@@ -160,19 +163,33 @@ def run_many_rows(
     params = _params(x, weight, bias, lora, y)
     params.slices = int(plan.whole)
     grid = plan.grid(*shape, sms)
-    launch = _launch("many_rows", plan.name, 128 * plan.groups + 128, (grid, 1, 1), plan.shared_bytes, x.device.index)
+    wide, threads = _wide(y), 128 * plan.groups + 128
+    launch = _launch(f"many_rows{wide}", plan.name + wide, threads, (grid, 1, 1), plan.shared_bytes, x.device.index)
     launch(params, _tensor_map(x.data_ptr(), *x.shape, plan.tokens))
 
 
-def lora_shrink(x: torch.Tensor, a: torch.Tensor, announces: bool = False) -> torch.Tensor:
+def _wide(y: torch.Tensor) -> str:
+    """What the names of the kernel and of its file end in: those with an fp32 result stand apart."""
+    return "_wide" if y.dtype == torch.float32 else ""
+
+
+def next_slot() -> int:
+    """A place for the announcement of x between a shrink and its product (see ``tiles.cuh``).
+
+    Places are handed out in turn: as many pairs lie between two uses of one as no GPU holds at once.
+    """
+    return next(_slots) % SLOTS
+
+
+def lora_shrink(x: torch.Tensor, a: torch.Tensor, slot: int | None = None) -> torch.Tensor:
     """``x a^T``: bf16 [M, K] and [R, K], both contiguous, K a multiple of 32 -> bf16 [M, R].
 
-    With `announces`, the next launch on the stream must be the product of the same x with ``LoraUpdate.overlaps``.
+    With a `slot`, the next launch on the stream must be the product of the same x with this ``LoraUpdate.slot``.
     """
     (m, k), r = x.shape, a.shape[0]
     u = torch.empty(m, r, dtype=torch.bfloat16, device=x.device)
     partial, arrivals = _workspace(x.device)
-    announced = _announced(arrivals) if announces else None
+    announced = None if slot is None else _announcement(arrivals, slot)
     params = _Shrink(
         x.data_ptr(), a.data_ptr(), u.data_ptr(), partial.data_ptr(), arrivals.data_ptr(), announced, m, k, r
     )
@@ -196,11 +213,7 @@ def _params(
     x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, lora: LoraUpdate | None, y: torch.Tensor
 ) -> _Params:
     params = _Params()
-    params.tiles, params.x = weight.codes.data_ptr(), x.data_ptr()
-    if y.dtype == torch.float32:
-        params.y32 = y.data_ptr()
-    else:
-        params.y = y.data_ptr()
+    params.tiles, params.x, params.y = weight.codes.data_ptr(), x.data_ptr(), y.data_ptr()
     params.m, params.n, params.k = x.shape[0], weight.out_features, weight.in_features
     if bias is not None:
         params.bias = bias.data_ptr()
@@ -219,14 +232,14 @@ def _params(
         params.lora.u, params.lora.b, params.lora.width = lora.u.data_ptr(), lora.b.data_ptr(), lora.u.shape[1]
         for index, (column, rank, place) in enumerate(lora.places):
             params.lora.column[index], params.lora.rank[index], params.lora.offset[index] = column, rank, place
-        if lora.overlaps:
-            params.lora.announced = _announced(arrivals)
+        if lora.slot is not None:
+            params.lora.announced = _announcement(arrivals, lora.slot)
     return params
 
 
-def _announced(arrivals: torch.Tensor) -> int:
-    """Address of the two counters that announce x (``tiles.cuh``): the last ones, which no sum of parts reaches."""
-    return arrivals.data_ptr() + 4 * (COUNTERS - 2)
+def _announcement(arrivals: torch.Tensor, slot: int) -> int:
+    """Address of the two counters of a slot: the last ones, which no sum of parts reaches."""
+    return arrivals.data_ptr() + 4 * (COUNTERS - 2 * (slot + 1))
 
 
 @cache
@@ -244,7 +257,9 @@ def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 @cache
 def _launch(source: str, name: str, threads: int, grid: tuple[int, int, int], shared: int, device: int) -> Launch:
     kernel = load_kernel(_SOURCES / f"{source}.cu", name, threads, shared > 0, device)
-    return Launch(kernel, grid, shared, overlap=source != "dequantize")
+    return Launch(
+        kernel, grid, shared, overlap=source != "dequantize" and dependent_launch(torch.device("cuda", device))
+    )
 
 
 @lru_cache(maxsize=4096)

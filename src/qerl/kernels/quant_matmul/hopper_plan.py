@@ -16,9 +16,11 @@ SHARED_BYTES = 227 * 1024
 X_CHUNKS = 8
 # Up to so many rows of x: mma.sync, with all of x in shared memory. Above: wgmma, with x streamed.
 FEW_ROWS = 8
-# Of the device (a few-row kernel has one a tile, a many-row kernel one a warp and tile); the last two announce x to
-# products that overlap a LoRA shrink.
+# Of the device: sums of parts have one a tile (few rows) or one a warp and tile (many rows), slots have the last ones.
 COUNTERS = 1 << 18
+# Places where a LoRA shrink announces x to the product that overlaps it, two counters each.
+SLOTS = 1024
+SUM_COUNTERS = COUNTERS - 2 * SLOTS
 # Above so many rows, dequantizing once and cuBLAS beat decoding the weights again for every 256 rows.
 MANY_ROWS = 2048
 
@@ -65,7 +67,7 @@ class FewRowsPlan:
 
     @property
     def name(self) -> str:
-        """Entry point in ``few_rows.cu``."""
+        """Entry point in ``few_rows.cu``; with ``_wide`` at its end, in ``few_rows_wide.cu``."""
         return f"few_rows_{self.warps}_2{'_pair' if self.pair else ''}"
 
     def group(self, multiprocessors: int) -> int:
@@ -79,7 +81,7 @@ class FewRowsPlan:
         return _ceil(n // TILE_ROWS, self.group(multiprocessors)) * _ceil(depth, UNIT_WINDOWS)
 
     def shared_bytes(self, m: int, n: int, k: int, multiprocessors: int) -> int:
-        """Dynamic shared memory: rings, barriers, x, partial sums (as ``few_rows.cu`` lays them out)."""
+        """Dynamic shared memory: rings, barriers, x, partial sums (as ``few_rows.cuh`` lays them out)."""
         windows = k // WINDOW_COLUMNS
         most = _ceil(n // TILE_ROWS, self.group(multiprocessors))
         slots = 0
@@ -96,7 +98,7 @@ class FewRowsPlan:
         partial = self.slices * tiles * 512 if self.slices > 1 else 0
         return (
             self.shared_bytes(m, n, k, multiprocessors) <= SHARED_BYTES
-            and tiles <= COUNTERS - 2
+            and tiles <= SUM_COUNTERS
             and partial <= partial_workspace_bytes(multiprocessors)
         )
 
@@ -127,7 +129,7 @@ class ManyRowsPlan:
 
     @property
     def name(self) -> str:
-        """Entry point in ``many_rows.cu``."""
+        """Entry point in ``many_rows.cu``; with ``_wide`` at its end, in ``many_rows_wide.cu``."""
         return f"many_rows_{self.tokens}_{self.groups}_{self.unit}_{self.stages}"
 
     def tiles(self, m: int, n: int) -> int:
@@ -151,7 +153,7 @@ class ManyRowsPlan:
     def fits(self, m: int, n: int, k: int, multiprocessors: int) -> bool:
         """Whether the counters suffice, and the kernel's 32-bit products of counts (whole tiles need neither)."""
         work = self.tiles(m, n) * _ceil(k // WINDOW_COLUMNS, self.unit) * self.grid(m, n, k, multiprocessors)
-        return self.whole or (self.tiles(m, n) * self.groups * 4 <= COUNTERS - 2 and work < 2**32)
+        return self.whole or (self.tiles(m, n) * self.groups * 4 <= SUM_COUNTERS and work < 2**32)
 
     def cost(self, m: int, n: int, k: int, multiprocessors: int) -> float:
         """Estimated microseconds."""

@@ -121,14 +121,14 @@ class LoraUpdate:
         u: bf16 ``[M, R]`` contiguous, ``x A^T`` of all members.
         b: bf16, one-dimensional: the factors ``[N_i, r_i]`` row-major somewhere in it, scaling included.
         places: per segment of the weight (first column of u, rank, place of the factor in b); rank 0 adds nothing.
-        overlaps: u comes from :func:`qerl.kernels.lora.lora_shrink` with ``announces``, launched last on this stream:
-            the product runs beside it and waits for u at its end.
+        slot: u comes from :func:`qerl.kernels.lora.lora_shrink` with this slot, launched last on this stream: the
+            product runs beside it and waits for u at its end.
     """
 
     u: torch.Tensor
     b: torch.Tensor
     places: tuple[tuple[int, int, int], ...]
-    overlaps: bool = False
+    slot: int | None = None
 
 
 def _expect(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -30,8 +30,7 @@ struct Lora {            // y[:, segment s] += u[:, column[s] : column[s] + rank
 struct Params {
     const unsigned char* tiles;
     const uint16_t* x;       // bf16 [M, K]
-    uint16_t* y;             // bf16 [M, N], or null
-    float* y32;              // fp32 [M, N] in place of y, or null
+    uint16_t* y;             // bf16 [M, N]; fp32 in the wide kernels
     const uint16_t* bias;    // bf16 [N] or null
     const float* global_scale;   // of each segment (device), or null where all share it and `scale` holds
     float* partial;          // workspace for sums of k slices
@@ -103,7 +102,8 @@ __device__ __forceinline__ void wait_for_predecessors() { asm volatile("griddepc
 
 // A kernel between the producer of x and this one makes u. Waiting for it before reading x would put the two in a row;
 // so it announces, as soon as its own wait is over, that x is complete. announced[0] is the announcement, announced[1]
-// counts the blocks that have seen it: the last one takes it down.
+// counts the blocks that have seen it: the last one takes it down. Several kernels of a chain may be resident at once,
+// so neighbouring pairs must use different places: this one may start before the product of an earlier pair has ended.
 __device__ __forceinline__ void announce(int* announced) {
     asm volatile("fence.acq_rel.gpu;\nst.release.gpu.global.s32 [%0], 1;" ::"l"(announced) : "memory");
 }
@@ -237,35 +237,33 @@ __device__ __forceinline__ void scale_and_add_lora(const Params& p, const Epilog
     }
 }
 
-// Bias, and the store of 16 channels x 8 BLOCKS tokens: rounded to y, or as they are to y32. One running address: with
-// one of their own for every block, registers would spill.
-template <int BLOCKS>
-__device__ __forceinline__ void store(const Params& p, const Epilogue& e, int tile, int token0, int lane, const float (&c)[BLOCKS][4]) {
+// Bias, rounding and the store of one 16 channels x 8 tokens block to y.
+__device__ __forceinline__ void store_block(const Params& p, const Epilogue& e, int tile, int token0, int lane, const float (&c)[4]) {
     const int g = lane >> 2, t = lane & 3;
-    if (p.y32) {
-        // A lane holds tokens 2t and 2t + 1: a store of a warp fills 32 contiguous bytes of each of four tokens.
-        const int token = token0 + 2 * t;
-        float* y = p.y32 + (long long)token * p.n + tile * 16 + g;
-        int left = p.m - token;
-#pragma unroll
-        for (int b = 0; b < BLOCKS; b++) {
-            if (left > 0) y[0] = c[b][0] + e.bias[0], y[8] = c[b][2] + e.bias[1];
-            if (left > 1) y[p.n] = c[b][1] + e.bias[0], y[p.n + 8] = c[b][3] + e.bias[1];
-            y += 8LL * p.n, left -= 8;
-            asm volatile("" : "+l"(y), "+r"(left));
-        }
-        return;
+    uint32_t upper = pack_bf16(c[0] + e.bias[0], c[1] + e.bias[0]);
+    uint32_t lower = pack_bf16(c[2] + e.bias[1], c[3] + e.bias[1]);
+    // Transposed, a lane holds two neighbouring channels of token g: stores of 32 contiguous bytes a token.
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(upper));
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(lower));
+    if (token0 + g < p.m) {
+        uint16_t* y = p.y + (long long)(token0 + g) * p.n + tile * 16 + 2 * t;
+        *(uint32_t*)y = upper;
+        *(uint32_t*)(y + 8) = lower;
     }
-    uint16_t* y = p.y + (long long)(token0 + g) * p.n + tile * 16 + 2 * t;
-    int left = p.m - token0 - g;
+}
+
+// As store_block, without rounding: bias, and the store of 16 channels x 8 BLOCKS tokens to fp32 y. One running address:
+// with one of their own for every block, registers would spill.
+template <int BLOCKS>
+__device__ __forceinline__ void store_wide(const Params& p, const Epilogue& e, int tile, int token0, int lane, const float (&c)[BLOCKS][4]) {
+    // A lane holds tokens 2t and 2t + 1: a store of a warp fills 32 contiguous bytes of each of four tokens.
+    const int token = token0 + 2 * (lane & 3);
+    float* y = (float*)p.y + (long long)token * p.n + tile * 16 + (lane >> 2);
+    int left = p.m - token;
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
-        uint32_t upper = pack_bf16(c[b][0] + e.bias[0], c[b][1] + e.bias[0]);
-        uint32_t lower = pack_bf16(c[b][2] + e.bias[1], c[b][3] + e.bias[1]);
-        // Transposed, a lane holds two neighbouring channels of token g: stores of 32 contiguous bytes a token.
-        asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(upper));
-        asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(lower));
-        if (left > 0) *(uint32_t*)y = upper, *(uint32_t*)(y + 8) = lower;
+        if (left > 0) y[0] = c[b][0] + e.bias[0], y[8] = c[b][2] + e.bias[1];
+        if (left > 1) y[p.n] = c[b][1] + e.bias[0], y[p.n + 8] = c[b][3] + e.bias[1];
         y += 8LL * p.n, left -= 8;
         asm volatile("" : "+l"(y), "+r"(left));
     }
