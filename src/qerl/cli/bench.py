@@ -112,8 +112,8 @@ def kernels(
     """Time the quantized matmul of every linear and the kernels beside it, against cuBLAS bf16 and the roofline."""
     if format not in ("nvfp4", "nf4"):
         raise ValueError(
-            f"--format {format!r} has no kernels; use nvfp4 (whose kernels serve mxfp4, as it is held in the same layout) "
-            "or nf4"
+            f"--format {format!r} has no kernels of its own; use nvfp4 (whose kernels serve mxfp4, which is held in "
+            "the same layout) or nf4"
         )
     chosen = [part.strip() for part in parts.split(",")]
     unknown = [part for part in chosen if part not in PARTS]

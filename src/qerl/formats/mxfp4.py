@@ -18,8 +18,8 @@ from qerl.formats.base import PackedTensor, PackingError, as_bf16_matrices, chec
 from qerl.formats.e2m1 import decode, encode, pack_nibbles, unpack_nibbles
 
 BLOCK_SIZE = 32
-# The largest scale, 2^125, with which no code leaves the range of bf16. The library goes on to 2^126 and Inf for weights
-# from 3.0e38 on; here they saturate at 2.6e38.
+# The largest scale, 2^125, with which no code leaves the range of bf16. The library goes on to 2^126 for
+# weights from 3.0e38 on, which gives Inf; here they saturate at 2.6e38.
 LARGEST_SCALE_BYTE = 252
 
 _MANTISSA_BITS = 7

@@ -62,8 +62,8 @@ class _Span:
 def as_nvfp4(members: Sequence[PackedTensor]) -> list[PackedTensor]:
     """The MXFP4 weights of one fused group as NVFP4 weights of equal values.
 
-    They share one global scale where that is possible, and have their own otherwise. Waits for the device once a
-    member. Nothing is modified; codes are shared with the input where none had to be changed.
+    They share one global scale where that is possible, and have their own otherwise. Waits for the device.
+    Nothing is modified; codes that stay as they are, are shared with the input.
 
     Raises:
         PackingError: not an mxfp4 tensor.

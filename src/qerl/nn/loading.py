@@ -236,8 +236,8 @@ def load_model(
         trust_remote_code: passed to transformers; off unless asked for.
 
     Returns:
-        The transformers model; ``model.qerl_weights`` names the format. All parameters are frozen. MXFP4 weights are held
-        in groups (and written to state dicts) as NVFP4 of equal values, see :mod:`qerl.formats.mxfp4_as_nvfp4`;
+        The transformers model; ``model.qerl_weights`` names the format. All parameters are frozen. MXFP4 weights are
+        held in groups (and written to state dicts) as NVFP4 of equal values, see :mod:`qerl.formats.mxfp4_as_nvfp4`;
         a group that this encoding cannot hold is 16 bit, with a warning.
 
     Raises:
