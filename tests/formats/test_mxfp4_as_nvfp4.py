@@ -135,3 +135,17 @@ def test_fuzzed_weights_fit_exactly_when_an_exhaustive_search_says_so(monkeypatc
             with pytest.raises(ScaleRangeError):
                 as_nvfp4([packed])
     assert min(seen.values()) > 8, seen
+
+
+@pytest.mark.gpu
+def test_cuda_gives_the_same_bytes() -> None:
+    weights = [torch.randn(48, 256), torch.randn(16, 256) * 40]
+    weights[0][2, :64] *= 1e-4
+    weights[0][3] = 0.0
+    shifted = next(packed for packed in map(drawn_weight, range(120)) if fits(packed))
+    for members in (MXFP4.quantize(weights), [shifted]):
+        on_cuda = as_nvfp4([packed.to("cuda") for packed in members])
+        for mine, expected in zip(on_cuda, as_nvfp4(members), strict=True):
+            assert torch.equal(mine.codes.cpu(), expected.codes)
+            assert torch.equal(mine.block_scale.view(torch.uint8).cpu(), expected.block_scale.view(torch.uint8))
+            assert torch.equal(mine.global_scale.cpu(), expected.global_scale)
