@@ -40,9 +40,13 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stored(untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint on disk whose head is packed as its linears are."""
     folder = tmp_path_factory.mktemp("head") / "stored"
-    quantize(str(untied), str(folder))
+    return pack_stored_head(untied, folder, "nvfp4")
+
+
+def pack_stored_head(untied: Path, folder: Path, weight_format: str) -> Path:
+    quantize(str(untied), str(folder), format=weight_format)
     tensors = load_file(folder / "model.safetensors")
-    (packed,) = get_format("nvfp4").quantize([tensors.pop("lm_head.weight")])
+    (packed,) = get_format(weight_format).quantize([tensors.pop("lm_head.weight")])
     save_file(tensors | to_disk("lm_head", packed), folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["ignore"] = []
@@ -112,6 +116,21 @@ def test_a_head_that_is_stored_packed_is_loaded_as_such(stored: Path, untied: Pa
     assert torch.equal(model(IDS).logits, load(untied)(IDS).logits)
     with pytest.raises(ModelLoadError, match="holds its output head as nvfp4, but head='bf16'"):
         load(stored, weights="auto", head="bf16")
+
+
+@pytest.mark.parametrize("dead_channel", [False, True])
+def test_a_head_that_is_stored_in_mxfp4_keeps_its_values(tmp_path: Path, dead_channel: bool) -> None:
+    """As NVFP4 where that holds it, else as an ordinary head."""
+    plain = save_tiny(tmp_path / "plain", "qwen2", tied=False)
+    tensors = load_file(plain / "model.safetensors")
+    tensors["lm_head.weight"][0] *= 2.0**-40 if dead_channel else 1.0
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    model = load(pack_stored_head(plain, tmp_path / "stored", "mxfp4"), weights="auto", head="auto")
+    assert model.qerl_head == "mxfp4" and isinstance(model.lm_head, QuantHead) != dead_channel
+    (packed,) = get_format("mxfp4").quantize([tensors["lm_head.weight"]])
+    exact, hidden = get_format("mxfp4").dequantize(packed), torch.randn(5, HIDDEN)
+    assert torch.allclose(fp32_logits(hidden, head_weight(model)), hidden @ exact.t(), atol=1e-5)
+    assert torch.isfinite(model(IDS).logits).all()
 
 
 def test_a_state_dict_round_trip(untied: Path) -> None:

@@ -13,7 +13,8 @@ MakeTrainer = Callable[..., QeRLTrainer]
 
 
 @pytest.mark.parametrize(
-    ("weights", "head"), [("bf16", "bf16"), ("nvfp4", "bf16"), ("nf4", "bf16"), ("nvfp4", "nvfp4"), ("bf16", "nvfp4")]
+    ("weights", "head"),
+    [("bf16", "bf16"), ("nvfp4", "bf16"), ("nf4", "bf16"), ("mxfp4", "bf16"), ("nvfp4", "nvfp4"), ("bf16", "nvfp4")],
 )
 def test_engine_and_trainer_agree_in_bf16(weights: str, head: str, trainer: MakeTrainer, tmp_path: Path) -> None:
     logs = Logs()

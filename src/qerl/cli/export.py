@@ -19,7 +19,8 @@ def export(
         Path | None, typer.Option(help="Base model; default: the run's, or the one the adapter names.")
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(help="Weights that were trained on (auto, bf16, nvfp4, nf4); default: the run's.")
+        str | None,
+        typer.Option(help="Weights that were trained on (auto, bf16, nvfp4, nf4, mxfp4); default: the run's."),
     ] = None,
     head: Annotated[
         str | None, typer.Option(help="Output head that was trained on (auto, bf16, nvfp4); default: the run's.")
