@@ -5,15 +5,19 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from qerl.kernels.quant_matmul import hopper, hopper_plan
+from qerl.kernels.quant_matmul import GroupWeight, LoraUpdate, hopper, hopper_plan
 from qerl.kernels.quant_matmul.hopper_plan import (
+    COUNTERS,
     FEW_ROWS,
     MANY_ROWS,
     SHARED_BYTES,
     all_many_rows_plans,
     few_rows_plan,
     many_rows_plan,
+    shrink_plan,
+    workspace_bytes,
 )
 
 SOURCES = Path(hopper.__file__).parent / "cuda"
@@ -43,7 +47,7 @@ def test_plans_fit_the_gpu_and_name_a_kernel(shape: tuple[int, int], sms: int) -
             assert plan.name in entry_points("few_rows.cu")
             assert plan.shared_bytes(m, n, k, sms) <= SHARED_BYTES
             assert 0 < plan.group(sms) * plan.slices <= sms and (not plan.pair or plan.group(sms) % 2 == 0)
-            assert plan.slices * (n // 16) * 512 <= _partial_bytes(sms) and n // 16 <= hopper._COUNTERS
+            assert plan.slices * (n // 16) * 512 <= workspace_bytes(sms) and n // 16 <= COUNTERS
     for m in (FEW_ROWS + 1, 16, 17, 33, 64, 65, 128, 129, 300, 1000, MANY_ROWS):
         plan = many_rows_plan(m, n, k, sms)
         assert plan.name in entry_points("many_rows.cu") and plan.shared_bytes <= SHARED_BYTES
@@ -51,12 +55,73 @@ def test_plans_fit_the_gpu_and_name_a_kernel(shape: tuple[int, int], sms: int) -
         assert 0 < grid <= sms
         # Divisions in the kernel are unsigned 32 bit.
         assert plan.tiles(m, n) * units * grid < 2**32
-        assert plan.whole or plan.tiles(m, n) * plan.groups * 4 <= hopper._COUNTERS
+        assert plan.whole or plan.tiles(m, n) * plan.groups * 4 <= COUNTERS
         assert m <= plan.tokens * -(-m // plan.tokens) and plan.tokens < max(2 * m, 17)
 
 
-def _partial_bytes(sms: int) -> int:
-    return max(plan.partial_bytes(sms) for plan in all_many_rows_plans())
+@pytest.mark.parametrize("sms", SMS)
+@pytest.mark.parametrize("ranks", [8, 96, 192, 512, 768])
+@pytest.mark.parametrize("k", [64, 3584, 8192, 18944, 28672])
+def test_the_shrink_stays_inside_its_workspace(k: int, ranks: int, sms: int) -> None:
+    for m in (1, 8, 9, 32, 33, 257, 512):
+        blocks, slices = shrink_plan(m, ranks, k, sms)
+        places = -(-ranks // 16) * -(-m // (8 * blocks)) * blocks
+        assert f"KERNEL({blocks}, " in (SOURCES / "lora_shrink.cu").read_text()
+        assert 1 <= slices <= k // 32 and places <= COUNTERS
+        assert slices == 1 or slices * places * 512 <= workspace_bytes(sms)
+
+
+def test_the_shrink_of_usual_shapes_is_cut_as_measured() -> None:
+    assert shrink_plan(8, 96, 3584, 132) == (1, 4)
+    assert shrink_plan(64, 32, 18944, 132) == (8, 62)
+    assert shrink_plan(512, 256, 28672, 132)[1] < 94  # where the whole cut would not fit
+
+
+@pytest.mark.parametrize("m", [9, 64, 500, MANY_ROWS])
+def test_rows_as_many_as_a_vocabulary_can_be_counted(m: int) -> None:
+    assert many_rows_plan(m, 262144, 8192, 132).fits(m, 262144, 8192, 132)
+
+
+def test_a_slot_belongs_to_one_shrink_and_one_product() -> None:
+    device, arrivals = torch.device("cpu"), torch.zeros(hopper._COUNTERS, dtype=torch.int32)
+    update = LoraUpdate(torch.zeros(1, 8), torch.zeros(128), ((0, 8, 0),), slot=3)
+    address = hopper._begin_pair(device, arrivals, 3)
+    assert address == arrivals[-8:].data_ptr()
+    arrivals[-8] = 1  # the shrink announces, its product is never launched
+    assert hopper._begin_pair(device, arrivals, 3) == address and not arrivals.any()
+    hopper._end_pair(device, update)
+    arrivals[-8] = 1  # of a pair that ended: whoever holds it takes it down
+    hopper._begin_pair(device, arrivals, 3)
+    hopper._end_pair(device, update)
+    assert arrivals[-8] == 1
+
+
+def test_a_product_without_its_shrink_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrivals = torch.zeros(hopper._COUNTERS, dtype=torch.int32)
+    monkeypatch.setattr(hopper, "_workspace", lambda device: (arrivals, arrivals))
+    weight = GroupWeight("nvfp4", (16,), 64, torch.zeros(1, 1, 576, dtype=torch.uint8), None, torch.ones(1), 1.0)
+    x, y = torch.zeros(1, 64, dtype=torch.bfloat16), torch.zeros(1, 16, dtype=torch.bfloat16)
+    update = LoraUpdate(torch.zeros(1, 8), torch.zeros(128), ((0, 8, 0),), slot=5)
+    with pytest.raises(hopper.UnannouncedSlotError, match="slot 5"):
+        hopper._params(x, weight, None, update, y)
+    hopper._begin_pair(x.device, arrivals, 5)
+    assert hopper._params(x, weight, None, update, y).lora.announced == arrivals[-12:].data_ptr()
+    hopper._end_pair(x.device, update)
+
+
+def test_a_missing_library_means_the_other_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """cuda.bindings raises a RuntimeError of its own where NVRTC cannot be loaded."""
+
+    def missing(source: Path) -> bytes:
+        raise RuntimeError("libnvrtc.so was not found")
+
+    monkeypatch.setattr(hopper, "compile_cubin", missing)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.delenv(hopper.DISABLE_VARIABLE, raising=False)
+    assert not hopper._is_supported.__wrapped__(0)
+    assert "libnvrtc.so was not found" in caplog.text
 
 
 def test_every_shape_of_tile_is_compiled() -> None:

@@ -9,15 +9,17 @@ from pathlib import Path
 
 import torch
 
-from qerl.kernels.cuda import KernelBuildError, Launch, compile_cubin, load_kernel
+from qerl.kernels.cuda import Launch, compile_cubin, load_kernel
 from qerl.kernels.device import dependent_launch, multiprocessor_count
 from qerl.kernels.quant_matmul.hopper_plan import (
+    COUNTERS,
     FEW_ROWS,
     FewRowsPlan,
     ManyRowsPlan,
-    all_many_rows_plans,
     few_rows_plan,
     many_rows_plan,
+    shrink_plan,
+    workspace_bytes,
 )
 from qerl.kernels.quant_matmul.tiles import TILE_ROWS
 from qerl.kernels.quant_matmul.weight import GroupWeight, LoraUpdate
@@ -27,14 +29,18 @@ logger = logging.getLogger(__name__)
 # Set to anything, this environment variable keeps NVFP4 weights in the row-major layout of the Triton kernels.
 DISABLE_VARIABLE = "QERL_NO_CUDA_KERNELS"
 MAX_SEGMENTS = 4
-# What a block of the LoRA shrink reads of A and x: less makes more slices to add up.
-SHRINK_BYTES = 48 << 10
 _SOURCES = Path(__file__).parent / "cuda"
 # Tiles store code x scale x 2^-9 after decoding (cuda/tiles.cuh); the epilogue takes the power back.
 _SCALE = 512.0
-_COUNTERS = 1 << 18
 _SLOTS = 1024
+_COUNTERS = COUNTERS + 2 * _SLOTS
 _slots = itertools.count()
+# (device, slot) of shrinks whose product was not launched yet.
+_open_pairs: set[tuple[torch.device, int]] = set()
+
+
+class UnannouncedSlotError(ValueError):
+    """A product was given the slot of no shrink: it would wait for the announcement of x for ever."""
 
 
 class _Lora(ctypes.Structure):
@@ -102,7 +108,7 @@ def _is_supported(index: int) -> bool:
     try:
         for source in ("few_rows", "many_rows", "dequantize", "lora_shrink"):
             compile_cubin(_SOURCES / f"{source}.cu")
-    except (ImportError, KernelBuildError) as error:
+    except (ImportError, RuntimeError) as error:  # cuda.bindings raises a RuntimeError where a library is missing
         logger.warning(
             "the fast Hopper kernels cannot be built (%s): NVFP4 products use the Triton kernels. "
             "They need NVRTC and cuda-bindings, which torch's CUDA packages bring along",
@@ -143,6 +149,7 @@ def run_few_rows(
     shared = plan.shared_bytes(*shape, sms)
     grid = plan.group(sms) * plan.slices
     _launch("few_rows", plan.name, 32 * plan.warps, (grid, 1, 1), shared, x.device.index)(params)
+    _end_pair(x.device, lora)
 
 
 def run_many_rows(
@@ -160,6 +167,7 @@ def run_many_rows(
     grid = plan.grid(*shape, sms)
     launch = _launch("many_rows", plan.name, 128 * plan.groups + 128, (grid, 1, 1), plan.shared_bytes, x.device.index)
     launch(params, _tensor_map(x.data_ptr(), *x.shape, plan.tokens))
+    _end_pair(x.device, lora)
 
 
 def next_slot() -> int:
@@ -173,17 +181,17 @@ def next_slot() -> int:
 def lora_shrink(x: torch.Tensor, a: torch.Tensor, slot: int | None = None) -> torch.Tensor:
     """``x a^T``: bf16 [M, K] and [R, K], both contiguous, K a multiple of 32 -> bf16 [M, R].
 
-    With a `slot`, the next launch on the stream must be the product of the same x with this ``LoraUpdate.slot``.
+    With a `slot`, the next launch on the stream must be the product of the same x with this ``LoraUpdate.slot``. Where
+    that product is never launched, the slot's next shrink takes the old announcement down.
     """
     (m, k), r = x.shape, a.shape[0]
     u = torch.empty(m, r, dtype=torch.bfloat16, device=x.device)
     partial, arrivals = _workspace(x.device)
-    announced = None if slot is None else _announcement(arrivals, slot)
+    announced = None if slot is None else _begin_pair(x.device, arrivals, slot)
     params = _Shrink(
         x.data_ptr(), a.data_ptr(), u.data_ptr(), partial.data_ptr(), arrivals.data_ptr(), announced, m, k, r
     )
-    blocks = next((blocks for blocks in (1, 2, 4) if m <= 8 * blocks), 8)
-    slices = -(-k * 2 * (16 + 8 * blocks) // SHRINK_BYTES)
+    blocks, slices = shrink_plan(m, r, k, multiprocessor_count(x.device.index))
     grid = (-(-r // 16), slices, -(-m // (8 * blocks)))
     _launch("lora_shrink", f"lora_shrink_{blocks}", 512 if blocks < 8 else 256, grid, 0, x.device.index)(params)
     return u
@@ -222,13 +230,34 @@ def _params(
         for index, (column, rank, place) in enumerate(lora.places):
             params.lora.column[index], params.lora.rank[index], params.lora.offset[index] = column, rank, place
         if lora.slot is not None:
+            if (x.device, lora.slot) not in _open_pairs:
+                raise UnannouncedSlotError(f"no shrink on {x.device} has announced slot {lora.slot}: pass slot=None")
             params.lora.announced = _announcement(arrivals, lora.slot)
     return params
 
 
 def _announcement(arrivals: torch.Tensor, slot: int) -> int:
     """Address of the two counters of a slot: the last ones, which no sum of parts reaches."""
-    return arrivals.data_ptr() + 4 * (_COUNTERS - 2 * (slot + 1))
+    return arrivals.data_ptr() + 4 * _slot_start(slot)
+
+
+def _slot_start(slot: int) -> int:
+    return _COUNTERS - 2 * (slot + 1)
+
+
+def _begin_pair(device: torch.device, arrivals: torch.Tensor, slot: int) -> int:
+    """Address of the announcement of a shrink to come, which is not there yet."""
+    if (device, slot) in _open_pairs:
+        # The product of an earlier shrink was never launched (it raised), so that nobody took its announcement down.
+        arrivals[_slot_start(slot) : _slot_start(slot) + 2].zero_()
+    _open_pairs.add((device, slot))
+    return _announcement(arrivals, slot)
+
+
+def _end_pair(device: torch.device, lora: LoraUpdate | None) -> None:
+    """The product of a shrink was launched: it takes the announcement down."""
+    if lora is not None and lora.slot is not None:
+        _open_pairs.discard((device, lora.slot))
 
 
 @cache
@@ -239,7 +268,7 @@ def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     device must be ordered by a stream.
     """
     sms = multiprocessor_count(device.index)
-    size = max(plan.partial_bytes(sms) for plan in all_many_rows_plans())
+    size = workspace_bytes(sms)
     return torch.empty(size, dtype=torch.uint8, device=device), torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
 
