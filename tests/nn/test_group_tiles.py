@@ -1,5 +1,9 @@
 """A group whose buffer holds tiles: same bytes, same values, rows wherever it is read from outside."""
 
+import copy
+import dataclasses
+import pickle
+
 import pytest
 import torch
 
@@ -70,6 +74,39 @@ def test_a_move_to_a_device_without_the_kernels_brings_rows_back() -> None:
     group.to("cpu")
     assert group.layout == "rows" and torch.equal(group.packed, rows)
     assert_holds(group, packed)
+
+
+def test_copies_and_pickles_carry_the_packed_bytes_only() -> None:
+    group, packed = make_group()
+    group._to_tiles()
+    group.dense()
+    for copied in (copy.deepcopy(group), pickle.loads(pickle.dumps(group))):
+        assert copied._dense is None and copied._views is None and group._dense is not None
+        assert copied.layout == "tiles" and copied.packed.data_ptr() != group.packed.data_ptr()
+        assert_holds(copied, packed)
+    assert len(pickle.dumps(group)) < 2 * group.resident_bytes + 4096
+
+
+def test_a_capture_is_void_once_a_value_it_holds_changes() -> None:
+    """Graphs hold the scale of a group by value: other weights in the same buffer must not be read with the old one."""
+    group, packed = make_group()
+    key = group.capture_key()
+    assert key == group.capture_key()
+    group._to_tiles()
+    assert group.capture_key() != key
+    key = group.capture_key()
+    for index, member in enumerate(packed):
+        group.load_segment(index, dataclasses.replace(member, global_scale=2 * member.global_scale))
+    assert group.capture_key()[:2] == key[:2] and group.capture_key() != key
+
+
+def test_a_segment_has_its_own_scale_without_asking_the_device() -> None:
+    group, packed = make_group()
+    group.load_segment(1, dataclasses.replace(packed[1], global_scale=2 * packed[1].global_scale))
+    assert group.group_weight().uniform_scale is None
+    for index, member in enumerate(packed):
+        factor = 2.0 if index == 1 else 1.0
+        assert group.segment_weight(index).uniform_scale == 1.0 / (factor * float(member.global_scale))
 
 
 def test_a_damaged_scale_stays_in_rows_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
