@@ -46,7 +46,9 @@ def test_plans_fit_the_gpu_and_name_a_kernel(shape: tuple[int, int], sms: int) -
         if plan is not None:
             assert plan.name in entry_points("few_rows.cu")
             assert plan.shared_bytes(m, n, k, sms) <= SHARED_BYTES
-            assert 0 < plan.group(sms) * plan.slices <= sms and (not plan.pair or plan.group(sms) % 2 == 0)
+            group = plan.group(n, sms)
+            assert 0 < group * plan.slices <= sms
+            assert group % 2 == 0 if plan.pair else group <= n // 16  # a block without tiles waits for x only in pairs
             assert plan.slices * (n // 16) * 512 <= workspace_bytes(sms) and n // 16 <= COUNTERS
     for m in (FEW_ROWS + 1, 16, 17, 33, 64, 65, 128, 129, 300, 1000, MANY_ROWS):
         plan = many_rows_plan(m, n, k, sms)

@@ -147,7 +147,7 @@ def run_few_rows(
     params = _params(x, weight, bias, lora, y)
     params.slices = plan.slices
     shared = plan.shared_bytes(*shape, sms)
-    grid = plan.group(sms) * plan.slices
+    grid = plan.group(weight.out_features, sms) * plan.slices
     _launch("few_rows", plan.name, 32 * plan.warps, (grid, 1, 1), shared, x.device.index)(params)
     _end_pair(x.device, lora)
 

@@ -69,20 +69,23 @@ class FewRowsPlan:
         """Entry point in ``few_rows.cu``."""
         return f"few_rows_{self.warps}_2{'_pair' if self.pair else ''}"
 
-    def group(self, multiprocessors: int) -> int:
-        """Blocks that share a slice of k (an even number in pairs)."""
+    def group(self, n: int, multiprocessors: int) -> int:
+        """Blocks that share a slice of k (an even number in pairs), none of them without work outside pairs.
+
+        Such a block would exit while the copies of x into its shared memory are under way.
+        """
         blocks = multiprocessors // self.slices
-        return blocks // 2 * 2 if self.pair else blocks
+        return blocks // 2 * 2 if self.pair else min(blocks, n // TILE_ROWS)
 
     def units(self, n: int, k: int, multiprocessors: int) -> int:
         """Units (four windows) of the busiest block."""
         depth = _ceil(k // WINDOW_COLUMNS, self.slices)
-        return _ceil(n // TILE_ROWS, self.group(multiprocessors)) * _ceil(depth, UNIT_WINDOWS)
+        return _ceil(n // TILE_ROWS, self.group(n, multiprocessors)) * _ceil(depth, UNIT_WINDOWS)
 
     def shared_bytes(self, m: int, n: int, k: int, multiprocessors: int) -> int:
         """Dynamic shared memory: rings, barriers, x, partial sums (as ``few_rows.cu`` lays them out)."""
         windows = k // WINDOW_COLUMNS
-        most = _ceil(n // TILE_ROWS, self.group(multiprocessors))
+        most = _ceil(n // TILE_ROWS, self.group(n, multiprocessors))
         slots = 0
         for depth in {_ceil(windows, self.slices), windows // self.slices}:
             units = _ceil(depth, UNIT_WINDOWS)
