@@ -362,6 +362,11 @@ class QeRLTrainer(GRPOTrainer):
             if self.noise is not None:
                 self.noise.clear()
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Left to itself, PEFT takes the state dict of the whole model, a second copy of weights in tiles."""
+        adapters = {name: value for name, value in self.model.named_parameters() if "lora_" in name}
+        super()._save(output_dir, state_dict or adapters or None)
+
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
         """TRL's prompt order as a function of seed and epoch, so that a resume continues it."""
         sampler = super()._get_train_sampler(dataset)
