@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -84,31 +85,60 @@ def test_rows_as_many_as_a_vocabulary_can_be_counted(m: int) -> None:
     assert many_rows_plan(m, 262144, 8192, 132).fits(m, 262144, 8192, 132)
 
 
-def test_a_slot_belongs_to_one_shrink_and_one_product() -> None:
-    device, arrivals = torch.device("cpu"), torch.zeros(hopper._COUNTERS, dtype=torch.int32)
-    update = LoraUpdate(torch.zeros(1, 8), torch.zeros(128), ((0, 8, 0),), slot=3)
-    address = hopper._begin_pair(device, arrivals, 3)
-    assert address == arrivals[-8:].data_ptr()
-    arrivals[-8] = 1  # the shrink announces, its product is never launched
-    assert hopper._begin_pair(device, arrivals, 3) == address and not arrivals.any()
-    hopper._end_pair(device, update)
-    arrivals[-8] = 1  # of a pair that ended: whoever holds it takes it down
-    hopper._begin_pair(device, arrivals, 3)
-    hopper._end_pair(device, update)
-    assert arrivals[-8] == 1
+WEIGHT = GroupWeight("nvfp4", (16,), 64, torch.zeros(1, 1, 576, dtype=torch.uint8), None, torch.ones(1), 1.0)
+CPU = torch.device("cpu")
 
 
-def test_a_product_without_its_shrink_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrivals = torch.zeros(hopper._COUNTERS, dtype=torch.int32)
-    monkeypatch.setattr(hopper, "_workspace", lambda device: (arrivals, arrivals))
-    weight = GroupWeight("nvfp4", (16,), 64, torch.zeros(1, 1, 576, dtype=torch.uint8), None, torch.ones(1), 1.0)
+@pytest.fixture
+def arrivals(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """Counters of a workspace on the CPU."""
+    counters = torch.zeros(hopper._COUNTERS, dtype=torch.int32)
+    monkeypatch.setattr(hopper, "_workspace", lambda device: (counters, counters))
+    monkeypatch.setattr(hopper, "_open_pairs", {})
+    return counters
+
+
+def announced(slot: int | None) -> int | None:
+    """Where a product with this slot would wait."""
     x, y = torch.zeros(1, 64, dtype=torch.bfloat16), torch.zeros(1, 16, dtype=torch.bfloat16)
-    update = LoraUpdate(torch.zeros(1, 8), torch.zeros(128), ((0, 8, 0),), slot=5)
+    update = LoraUpdate(torch.zeros(1, 8), torch.zeros(128), ((0, 8, 0),), slot)
+    found = hopper._params(x, WEIGHT, None, update, y).lora.announced
+    hopper._end_pair(CPU, update)
+    return found
+
+
+def test_a_product_waits_for_the_shrink_before_it_only(arrivals: torch.Tensor) -> None:
     with pytest.raises(hopper.UnannouncedSlotError, match="slot 5"):
-        hopper._params(x, weight, None, update, y)
-    hopper._begin_pair(x.device, arrivals, 5)
-    assert hopper._params(x, weight, None, update, y).lora.announced == arrivals[-12:].data_ptr()
-    hopper._end_pair(x.device, update)
+        announced(5)
+    assert hopper._begin_pair(CPU, arrivals, 5) == arrivals[-12:].data_ptr() == announced(5)
+    with pytest.raises(hopper.UnannouncedSlotError, match="slot 5"):
+        announced(5)  # its announcement was taken down
+    assert hopper._begin_pair(CPU, arrivals, None) is None and announced(None) is None
+    assert not hopper._open_pairs
+
+
+@pytest.mark.parametrize("then", ["shrink", "plain shrink", "product", "another slot"])
+def test_a_shrink_without_its_product_leaves_no_announcement(then: str, arrivals: torch.Tensor) -> None:
+    hopper._begin_pair(CPU, arrivals, 3)
+    arrivals[-8:-6] = 1  # announced, and the product raised
+    if then == "another slot":
+        with pytest.raises(hopper.UnannouncedSlotError):
+            announced(4)
+    elif then == "product":
+        announced(None)
+    else:
+        hopper._begin_pair(CPU, arrivals, 3 if then == "shrink" else None)
+    assert not arrivals.any()
+
+
+def test_threads_have_pairs_of_their_own(arrivals: torch.Tensor) -> None:
+    hopper._begin_pair(CPU, arrivals, 3)
+    arrivals[-8] = 1
+    other = threading.Thread(target=hopper._begin_pair, args=(CPU, arrivals, 4))
+    other.start()
+    other.join()
+    assert arrivals[-8] == 1 and len(hopper._open_pairs) == 2
+    assert announced(3) == arrivals[-8:].data_ptr()
 
 
 def test_a_missing_library_means_the_other_kernels(

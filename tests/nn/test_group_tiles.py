@@ -2,15 +2,17 @@
 
 import copy
 import dataclasses
+import itertools
 import pickle
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import qerl.nn.group
 from qerl.formats.base import PackedTensor, get_format
 from qerl.nn.group import WeightGroup
-from qerl.nn.linear import QuantLinear
+from qerl.nn.linear import QuantLinear, _QuantLoraMatmul
 
 SEGMENTS, K = (48, 16, 32), 128
 
@@ -125,6 +127,29 @@ def test_lora_is_added_before_rounding_only_where_a_kernel_can(monkeypatch: pyte
     monkeypatch.setattr(qerl.nn.group, "tiles_supported", lambda device: True)
     group.settle_layout()
     assert group.layout == "rows"  # the CPU never keeps tiles
+
+
+@pytest.mark.parametrize("wants", list(itertools.product((False, True), repeat=3))[1:], ids=str)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_gradients_of_the_fused_function(wants: tuple[bool, bool, bool], checkpointed: bool) -> None:
+    """Exactly the wanted gradients of x, a and b, in their dtype; the formulas, which are the same on every device."""
+    group, _ = make_group()
+    dense = group.dense()[48:64].double()
+    group._to_tiles()
+    weight, bias = group.segment_weight(1), torch.randn(16)
+    values = torch.randn(2, 3, K), torch.randn(8, K) / 10, torch.randn(16, 8)
+    inputs = [value.clone().requires_grad_(want) for value, want in zip(values, wants, strict=True)]
+    call = lambda x, a, b: _QuantLoraMatmul.apply(x, weight, bias, a, b)  # noqa: E731
+    y = checkpoint(call, *inputs, use_reentrant=False) if checkpointed else call(*inputs)
+    dy = torch.randn(3, 2, 16).transpose(0, 1)  # not contiguous
+    y.backward(dy)
+    x, a, b = (value.double().requires_grad_() for value in values)
+    expected = x @ dense.t() + (x @ a.t()) @ b.t() + bias
+    expected.backward(dy.double())
+    assert torch.allclose(y.double(), expected, atol=1e-4)
+    for found, wanted, want in zip(inputs, (x, a, b), wants, strict=True):
+        assert (found.grad is not None) == want
+        assert not want or torch.allclose(found.grad.double(), wanted.grad, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ import ctypes
 import itertools
 import logging
 import os
+import threading
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -35,12 +36,12 @@ _SCALE = 512.0
 _SLOTS = 1024
 _COUNTERS = COUNTERS + 2 * _SLOTS
 _slots = itertools.count()
-# (device, slot) of shrinks whose product was not launched yet.
-_open_pairs: set[tuple[torch.device, int]] = set()
+# (device, thread) -> slot of a shrink whose product is to be launched next.
+_open_pairs: dict[tuple[torch.device, int], int] = {}
 
 
 class UnannouncedSlotError(ValueError):
-    """A product was given the slot of no shrink: it would wait for the announcement of x for ever."""
+    """A product was given the slot of another shrink than the last: it could wait for an announcement for ever."""
 
 
 class _Lora(ctypes.Structure):
@@ -182,12 +183,12 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, slot: int | None = None) -> to
     """``x a^T``: bf16 [M, K] and [R, K], both contiguous, K a multiple of 32 -> bf16 [M, R].
 
     With a `slot`, the next launch on the stream must be the product of the same x with this ``LoraUpdate.slot``. Where
-    that product is never launched, the slot's next shrink takes the old announcement down.
+    that product is never launched, the thread's next shrink or product takes the announcement down.
     """
     (m, k), r = x.shape, a.shape[0]
     u = torch.empty(m, r, dtype=torch.bfloat16, device=x.device)
     partial, arrivals = _workspace(x.device)
-    announced = None if slot is None else _begin_pair(x.device, arrivals, slot)
+    announced = _begin_pair(x.device, arrivals, slot)
     params = _Shrink(
         x.data_ptr(), a.data_ptr(), u.data_ptr(), partial.data_ptr(), arrivals.data_ptr(), announced, m, k, r
     )
@@ -229,10 +230,12 @@ def _params(
         params.lora.u, params.lora.b, params.lora.width = lora.u.data_ptr(), lora.b.data_ptr(), lora.u.shape[1]
         for index, (column, rank, place) in enumerate(lora.places):
             params.lora.column[index], params.lora.rank[index], params.lora.offset[index] = column, rank, place
-        if lora.slot is not None:
-            if (x.device, lora.slot) not in _open_pairs:
-                raise UnannouncedSlotError(f"no shrink on {x.device} has announced slot {lora.slot}: pass slot=None")
-            params.lora.announced = _announcement(arrivals, lora.slot)
+    slot = None if lora is None else lora.slot
+    _abandon_pair(x.device, arrivals, slot)
+    if slot is not None:
+        if _open_pairs.get(_here(x.device)) != slot:
+            raise UnannouncedSlotError(f"slot {slot} is not that of the last shrink on {x.device}: pass slot=None")
+        params.lora.announced = _announcement(arrivals, slot)
     return params
 
 
@@ -245,19 +248,32 @@ def _slot_start(slot: int) -> int:
     return _COUNTERS - 2 * (slot + 1)
 
 
-def _begin_pair(device: torch.device, arrivals: torch.Tensor, slot: int) -> int:
-    """Address of the announcement of a shrink to come, which is not there yet."""
-    if (device, slot) in _open_pairs:
-        # The product of an earlier shrink was never launched (it raised), so that nobody took its announcement down.
+def _here(device: torch.device) -> tuple[torch.device, int]:
+    return device, threading.get_ident()
+
+
+def _abandon_pair(device: torch.device, arrivals: torch.Tensor, unless: int | None = None) -> None:
+    """Take down the announcement of a shrink whose product was never launched (it raised), so that no later pair with
+    this slot, in a captured graph perhaps, finds it."""
+    slot = _open_pairs.get(_here(device))
+    if slot is not None and slot != unless:
         arrivals[_slot_start(slot) : _slot_start(slot) + 2].zero_()
-    _open_pairs.add((device, slot))
+        del _open_pairs[_here(device)]
+
+
+def _begin_pair(device: torch.device, arrivals: torch.Tensor, slot: int | None) -> int | None:
+    """Address of the announcement of a shrink to come; None where it has no slot."""
+    _abandon_pair(device, arrivals)
+    if slot is None:
+        return None
+    _open_pairs[_here(device)] = slot
     return _announcement(arrivals, slot)
 
 
 def _end_pair(device: torch.device, lora: LoraUpdate | None) -> None:
     """The product of a shrink was launched: it takes the announcement down."""
     if lora is not None and lora.slot is not None:
-        _open_pairs.discard((device, lora.slot))
+        del _open_pairs[_here(device)]
 
 
 @cache
