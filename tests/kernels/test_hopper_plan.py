@@ -146,10 +146,10 @@ def test_a_missing_library_means_the_other_kernels(
 ) -> None:
     """cuda.bindings raises a RuntimeError of its own where NVRTC cannot be loaded."""
 
-    def missing(source: Path) -> bytes:
+    def missing(source: Path, index: int) -> object:
         raise RuntimeError("libnvrtc.so was not found")
 
-    monkeypatch.setattr(hopper, "compile_cubin", missing)
+    monkeypatch.setattr(hopper, "load_module", missing)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.delenv(hopper.DISABLE_VARIABLE, raising=False)
     assert not hopper._is_supported.__wrapped__(0)

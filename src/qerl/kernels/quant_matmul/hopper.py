@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from qerl.kernels.cuda import Launch, compile_cubin, load_kernel
+from qerl.kernels.cuda import Launch, load_kernel, load_module
 from qerl.kernels.device import dependent_launch, multiprocessor_count
 from qerl.kernels.quant_matmul.hopper_plan import (
     COUNTERS,
@@ -108,7 +108,7 @@ def _is_supported(index: int) -> bool:
         return False
     try:
         for source in ("few_rows", "many_rows", "dequantize", "lora_shrink"):
-            compile_cubin(_SOURCES / f"{source}.cu")
+            load_module(_SOURCES / f"{source}.cu", index)
     except (ImportError, RuntimeError) as error:  # cuda.bindings raises a RuntimeError where a library is missing
         logger.warning(
             "the fast Hopper kernels cannot be built (%s): NVFP4 products use the Triton kernels. "
