@@ -57,6 +57,15 @@ def test_user_errors_are_one_line_and_exit_code_two(
     assert CliRunner().invoke(app, [folder, out, "--force"]).exit_code == 0
 
 
+def test_mxfp4_takes_its_own_bits(make_llama: Callable[..., Path], tmp_path: Path, app: typer.Typer) -> None:
+    folder, out = str(make_llama()), tmp_path / "out"
+    result = CliRunner().invoke(app, [folder, str(out), "--format", "mxfp4"])
+    assert result.exit_code == 0, result.output
+    assert "mxfp4 (rtn)" in result.output and "4.250" in result.output
+    refused = CliRunner().invoke(app, [folder, str(out) + "2", "--format", "mxfp4", "--method", "mse"])
+    assert refused.exit_code == 2 and "mxfp4 has no method 'mse'" in refused.output
+
+
 def test_importing_the_command_does_not_import_torch() -> None:
     code = "import sys, qerl.cli.quantize; sys.exit('torch' in sys.modules or 'rich.progress' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -37,13 +37,18 @@ def trained(base: Path, folder: Path, weights: str, **options: object) -> PeftMo
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("bases")
     plain = save_tiny(root / "bf16", "qwen2")
-    for name in ("nvfp4", "nf4"):
-        quantize(plain, root / name, format=name)
-    return {"bf16": plain, "nvfp4": root / "nvfp4", "nf4": root / "nf4"}
+    packed = {name: root / name for name in ("nvfp4", "nf4", "mxfp4")}
+    for name, folder in packed.items():
+        quantize(plain, folder, format=name)
+    return {"bf16": plain, **packed}
 
 
 @pytest.mark.parametrize(
-    ("stored", "weights"), [("nvfp4", "auto"), ("nf4", "auto"), ("bf16", "auto"), ("bf16", "nvfp4"), ("bf16", "nf4")]
+    ("stored", "weights"),
+    [
+        *((stored, "auto") for stored in ("nvfp4", "nf4", "mxfp4", "bf16")),
+        *(("bf16", w) for w in ("nvfp4", "nf4", "mxfp4")),
+    ],
 )
 def test_weights_are_the_trained_models_rounded_once(
     stored: str, weights: str, bases: dict[str, Path], tmp_path: Path

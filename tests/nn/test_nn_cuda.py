@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaConfig
 
 from qerl.formats.base import get_format
+from qerl.formats.mxfp4_as_nvfp4 import as_nvfp4
 from qerl.nn.attention import _padded_attention, _varlen_attention
 from qerl.nn.group import WeightGroup
 from qerl.nn.linear import QuantLinear
@@ -18,12 +19,13 @@ def rms_ratio(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64, 65, 300])
-@pytest.mark.parametrize("format", ["nvfp4", "nf4"])
+@pytest.mark.parametrize("format", ["nvfp4", "nf4", "mxfp4"])
 def test_forward_and_gradient_round_once(format: str, rows: int) -> None:
     weights = [torch.randn(n, 192, dtype=torch.bfloat16) for n in (96, 32)]
     packed = get_format(format).quantize(weights)
-    group = WeightGroup(format, (96, 32), 192, torch.bfloat16, "cuda")
-    for i, p in enumerate(packed):
+    held = as_nvfp4(packed) if format == "mxfp4" else packed
+    group = WeightGroup(held[0].format, (96, 32), 192, torch.bfloat16, "cuda")
+    for i, p in enumerate(held):
         group.load_segment(i, p)
     for i, p in enumerate(packed):
         linear = QuantLinear(group, i, torch.randn(p.shape[0], device="cuda", dtype=torch.bfloat16))

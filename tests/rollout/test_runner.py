@@ -51,7 +51,7 @@ def engine_for(model) -> RolloutEngine:  # type: ignore[no-untyped-def]
     return engine
 
 
-@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "nf4"])
+@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "nf4", "mxfp4"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_logprobs_of_the_engine_are_those_of_the_trainer(
     family: str, weights: str, tiny_checkpoints: dict[str, Path]

@@ -29,7 +29,7 @@ Make = Callable[..., QeRLConfig]
         ("min_p", 0.1, "min_p: training on a truncated distribution"),
         ("repetition_penalty", 1.1, "repetition_penalty must be 1"),
         ("temperature", 0.0, "temperature=0.0"),
-        ("weights", "fp4", "weights='fp4' is unknown; choose from auto, bf16, nvfp4, nf4"),
+        ("weights", "fp4", "weights='fp4' is unknown; choose from auto, bf16, nvfp4, nf4, mxfp4"),
         ("aqn_schedule", "exp", "aqn_schedule='exp' is unknown"),
         ("aqn_scope", "train", "aqn_scope='train' is unknown"),
         ("num_stages", 2, "num_stages=2 must be at least 3"),

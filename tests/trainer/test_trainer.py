@@ -92,7 +92,7 @@ def test_all_losses_of_trl(loss_type: str, trainer: MakeTrainer) -> None:
     assert logs.values("grad_norm")[0] > 0
 
 
-@pytest.mark.parametrize("weights", ["bf16", "nf4"])
+@pytest.mark.parametrize("weights", ["bf16", "nf4", "mxfp4"])
 def test_other_weights_are_the_same_trainer(weights: str, trainer: MakeTrainer) -> None:
     _, logs = run(trainer, weights=weights, max_steps=1)
     assert logs.values("parity/max")[0] < 1e-4

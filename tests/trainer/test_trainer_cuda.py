@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 MakeTrainer = Callable[..., QeRLTrainer]
 
 
-@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "nf4"])
+@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "nf4", "mxfp4"])
 def test_engine_and_trainer_agree_in_bf16(weights: str, trainer: MakeTrainer, tmp_path: Path) -> None:
     logs = Logs()
     made = trainer(

@@ -38,7 +38,7 @@ def rollout(
     model: Annotated[Path | None, typer.Argument(help="Model folder; or use --config-json.")] = None,
     config_json: Annotated[Path | None, typer.Option(help="config.json of the geometry; weights are random.")] = None,
     weights: Annotated[
-        str, typer.Option(help="bf16, nvfp4, nf4 (or auto with a folder); several with commas.")
+        str, typer.Option(help="bf16, nvfp4, nf4, mxfp4 (or auto with a folder); several with commas.")
     ] = "nvfp4",
     lora_rank: Annotated[
         str, typer.Option(help="Rank of LoRA on every linear, 0 for none; several with commas.")
@@ -111,7 +111,10 @@ def kernels(
 ) -> None:
     """Time the quantized matmul of every linear and the kernels beside it, against cuBLAS bf16 and the roofline."""
     if format not in ("nvfp4", "nf4"):
-        raise ValueError(f"--format {format!r} is unknown; use nvfp4 or nf4")
+        raise ValueError(
+            f"--format {format!r} has no kernels of its own; use nvfp4 (whose kernels serve mxfp4, which is held in "
+            "the same layout) or nf4"
+        )
     chosen = [part.strip() for part in parts.split(",")]
     unknown = [part for part in chosen if part not in PARTS]
     if unknown:

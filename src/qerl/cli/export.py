@@ -19,7 +19,8 @@ def export(
         Path | None, typer.Option(help="Base model; default: the run's, or the one the adapter names.")
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(help="Weights that were trained on (auto, bf16, nvfp4, nf4); default: the run's.")
+        str | None,
+        typer.Option(help="Weights that were trained on (auto, bf16, nvfp4, nf4, mxfp4); default: the run's."),
     ] = None,
     device: Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1.")] = "cpu",
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export at OUT.")] = False,

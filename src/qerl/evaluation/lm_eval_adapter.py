@@ -58,7 +58,7 @@ class QerlLM(TemplateLM):
 
     Args:
         pretrained: folder with config.json and safetensors (16-bit or packed).
-        weights: ``auto`` (as stored), ``bf16``, ``nvfp4`` or ``nf4``.
+        weights: ``auto`` (as stored), ``bf16``, ``nvfp4``, ``nf4`` or ``mxfp4``.
         adapter: PEFT adapter folder.
         device, dtype: as in :func:`qerl.rollout.build.build_engine`.
         max_length: longest prompt + completion; default: the model's positions. Longer inputs lose tokens on their

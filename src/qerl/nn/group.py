@@ -15,6 +15,8 @@ On a Hopper GPU the first two sections of NVFP4 hold the same bytes in tiles, th
 (:mod:`qerl.kernels.quant_matmul.tiles`); ``layout`` says which. Nothing is kept twice, and what leaves the group (state
 dicts, ``packed_tensor``) is in rows.
 
+MXFP4 has no layout of its own: it is loaded as NVFP4 (:mod:`qerl.formats.mxfp4_as_nvfp4`).
+
 For ``format="bf16"`` the Parameter is the plain weight ``[N, K]`` in the compute dtype.
 """
 
@@ -64,6 +66,9 @@ class WeightGroup(nn.Module):
         in_features: columns K.
         dtype: compute dtype; the storage dtype when ``format`` is ``"bf16"``.
         device: where the buffer lives.
+
+    Raises:
+        ValueError: another format.
     """
 
     def __init__(
@@ -75,6 +80,10 @@ class WeightGroup(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
+        if format != "bf16" and format not in _SCALE_DTYPE:
+            raise ValueError(
+                f"a group holds bf16, {' or '.join(_SCALE_DTYPE)} weights, not {format!r} (mxfp4: convert by as_nvfp4)"
+            )
         self.format = format
         self.layout = "rows"
         self.segments = tuple(segments)

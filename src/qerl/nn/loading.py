@@ -1,7 +1,8 @@
 """Load a decoder with frozen weights from local files, without ever building its 16-bit linears.
 
 The model skeleton is made on the meta device; packed tensors go straight from the file into the groups' buffers, one
-group at a time. A 16-bit checkpoint with ``weights="nvfp4"`` is quantized group by group on the way.
+group at a time. A 16-bit checkpoint with ``weights="nvfp4"`` is quantized group by group on the way. MXFP4 weights are
+held as NVFP4 of equal values.
 """
 
 import logging
@@ -16,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from qerl.formats.base import PackedTensor, get_format
 from qerl.formats.checkpoint import CheckpointReader
+from qerl.formats.mxfp4_as_nvfp4 import ScaleRangeError, as_nvfp4
 from qerl.nn.attention import PACKED_ATTENTION
 from qerl.nn.group import WeightGroup
 from qerl.nn.surgery import (
@@ -29,7 +31,7 @@ from qerl.nn.surgery import (
 
 logger = logging.getLogger(__name__)
 
-WEIGHT_FORMATS = ("bf16", "nvfp4", "nf4")
+WEIGHT_FORMATS = ("bf16", "nvfp4", "nf4", "mxfp4")
 _TIED_HEAD = "lm_head.weight"
 
 
@@ -99,6 +101,18 @@ def resolve_weights(requested: str, reader: CheckpointReader) -> str:
     return requested
 
 
+def _resident_mxfp4(
+    names: tuple[str, ...], tensors: list[PackedTensor], dtype: torch.dtype, device: torch.device
+) -> tuple[str, list[PackedTensor] | list[torch.Tensor]]:
+    """The format in which a group holds these MXFP4 weights, and the weights in it; equal values either way."""
+    tensors = [tensor.to(device) for tensor in tensors]
+    try:
+        return "nvfp4", as_nvfp4(tensors)
+    except ScaleRangeError as error:
+        logger.warning("%s: held in 16 bit instead of 4, with the values of MXFP4: %s", ", ".join(names), error)
+        return "bf16", [get_format("mxfp4").dequantize(tensor, dtype) for tensor in tensors]
+
+
 def _load_group(
     found: ProjectionGroup, reader: WeightSource, weights: str, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -126,6 +140,8 @@ def _load_group(
                 f"{name} in {reader.path} has shape {tuple(tensor.shape)}, the config says "
                 f"{(linear.out_features, linear.in_features)}: another model's weights?"
             )
+    if format == "mxfp4":
+        format, tensors = _resident_mxfp4(names, tensors, dtype, device)
     group = WeightGroup(format, [t.shape[0] for t in tensors], tensors[0].shape[1], dtype, device)
     biases = []
     for index, (name, linear, tensor) in enumerate(zip(names, found.linears, tensors, strict=True)):
@@ -213,13 +229,16 @@ def load_model(
 
     Args:
         path: local folder with ``config.json`` and safetensors, 16-bit or packed.
-        weights: ``auto`` (as stored), ``bf16``, ``nvfp4`` or ``nf4``; a 16-bit checkpoint is quantized while loading.
+        weights: ``auto`` (as stored), ``bf16``, ``nvfp4``, ``nf4`` or ``mxfp4``; a 16-bit checkpoint is quantized while
+            loading.
         dtype: compute dtype of activations, norms and head.
         device: where it goes.
         trust_remote_code: passed to transformers; off unless asked for.
 
     Returns:
-        The transformers model; ``model.qerl_weights`` names the format. All parameters are frozen.
+        The transformers model; ``model.qerl_weights`` names the format. All parameters are frozen. MXFP4 weights are
+        held in groups (and written to state dicts) as NVFP4 of equal values, see :mod:`qerl.formats.mxfp4_as_nvfp4`;
+        a group that this encoding cannot hold is 16 bit, with a warning.
 
     Raises:
         ModelLoadError: weights of another model, a missing tensor, a format that does not fit.

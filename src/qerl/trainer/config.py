@@ -80,7 +80,9 @@ class QeRLConfig(GRPOConfig):
     )
 
     # Weights and adapter.
-    weights: str = field(default="auto", metadata=_help("Frozen base weights: auto (as stored), bf16, nvfp4 or nf4."))
+    weights: str = field(
+        default="auto", metadata=_help("Frozen base weights: auto (as stored), bf16, nvfp4, nf4 or mxfp4.")
+    )
     dtype: str = field(
         default="auto",
         metadata=_help("Compute dtype: auto (bfloat16 on CUDA, float32 on CPU), bfloat16, float32."),
@@ -192,7 +194,7 @@ class QeRLConfig(GRPOConfig):
         self._check_choice("aqn_scope", AQN_SCOPES)
         self._check_choice("rollout_backend", ROLLOUT_BACKENDS)
         self._check_choice("overlong_prompts", OVERLONG_PROMPTS)
-        self._check_choice("weights", ("auto", "bf16", "nvfp4", "nf4"))
+        self._check_choice("weights", ("auto", "bf16", "nvfp4", "nf4", "mxfp4"))
         NoiseSchedule(self.aqn_schedule, self.sigma_start, self.sigma_end, self.num_stages, total_updates=1)
         if self.bf16 or self.fp16:
             raise ConfigError("bf16/fp16 autocast would round unlike the engine; set dtype='bfloat16' instead.")
