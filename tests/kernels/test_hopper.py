@@ -136,11 +136,21 @@ def test_dequantize_and_dx(weight: tuple[GroupWeight, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 16, 64), (5, 24, 3584), (64, 96, 5120), (200, 96, 3584), (512, 32, 18944)], ids=str
+    "shape",
+    [
+        (1, 16, 64),
+        (5, 24, 3584),
+        (64, 96, 5120),
+        (200, 96, 3584),
+        (512, 32, 18944),
+        (512, 256, 28672),
+    ],  # workspace full
+    ids=str,
 )
 @pytest.mark.usefixtures("poisoned_memory")
 def test_lora_shrink(shape: tuple[int, int, int]) -> None:
     m, r, k = shape
+    assert not hopper._workspace(torch.device("cuda", 0))[1].any()
     x, a = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(r, k, device="cuda").bfloat16() / 60
     u, expected = lora_shrink(x, a), x.double() @ a.double().t()
     assert rms_ratio(u, expected) <= 1.03 * rounded_once(expected, torch.bfloat16)

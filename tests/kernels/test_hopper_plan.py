@@ -2,20 +2,23 @@
 
 import importlib.util
 import re
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-from qerl.kernels.quant_matmul import hopper, hopper_plan
+from qerl.kernels.quant_matmul import GroupWeight, LoraUpdate, hopper, hopper_plan
 from qerl.kernels.quant_matmul.hopper_plan import (
+    COUNTERS,
     FEW_ROWS,
     MANY_ROWS,
     SHARED_BYTES,
-    SUM_COUNTERS,
     all_many_rows_plans,
     few_rows_plan,
     many_rows_plan,
-    partial_workspace_bytes,
+    shrink_plan,
+    workspace_bytes,
 )
 
 SOURCES = Path(hopper.__file__).parent / "cuda"
@@ -51,27 +54,113 @@ def test_plans_fit_the_gpu_and_name_a_kernel(shape: tuple[int, int], sms: int) -
         if plan is not None:
             assert plan.name in entry_points("few_rows.cu")
             assert plan.shared_bytes(m, n, k, sms) <= SHARED_BYTES
-            assert 0 < plan.group(sms) * plan.slices <= sms and (not plan.pair or plan.group(sms) % 2 == 0)
-            if plan.slices > 1:
-                assert plan.slices * (n // 16) * 512 <= partial_workspace_bytes(sms) and n // 16 <= SUM_COUNTERS
+            group = plan.group(n, sms)
+            assert 0 < group * plan.slices <= sms
+            assert group % 2 == 0 if plan.pair else group <= n // 16  # a block without tiles waits for x only in pairs
+            assert plan.slices * (n // 16) * 512 <= workspace_bytes(sms) and n // 16 <= COUNTERS
     for m in (FEW_ROWS + 1, 16, 17, 33, 64, 65, 128, 129, 300, 1000, MANY_ROWS):
         plan = many_rows_plan(m, n, k, sms)
         assert plan.name in entry_points("many_rows.cu") and plan.shared_bytes <= SHARED_BYTES
         grid, units = plan.grid(m, n, k, sms), -(-(k // 64) // plan.unit)
         assert 0 < grid <= sms
         # Divisions in the kernel are unsigned 32 bit.
-        assert plan.whole or plan.tiles(m, n) * units * grid < 2**32
-        assert plan.whole or plan.tiles(m, n) * plan.groups * 4 <= SUM_COUNTERS
+        assert plan.tiles(m, n) * units * grid < 2**32
+        assert plan.whole or plan.tiles(m, n) * plan.groups * 4 <= COUNTERS
         assert m <= plan.tokens * -(-m // plan.tokens) and plan.tokens < max(2 * m, 17)
 
 
-def test_what_does_not_fit_is_not_chosen() -> None:
-    """A head's tiles: sums of many slices outgrow shared memory and the workspace, shared tiles the counters."""
-    n, k = 152064, 3584
-    assert hopper_plan.FewRowsPlan(16).fits(8, n, k, 132) and not hopper_plan.FewRowsPlan(16, 8).fits(8, n, k, 132)
-    assert 8 * n // 16 * 512 > partial_workspace_bytes(132)
-    shared, whole = (hopper_plan.ManyRowsPlan(16, 2, whole) for whole in (False, True))
-    assert shared.fits(200, n, k, 132) and not shared.fits(2048, n, k, 132) and whole.fits(2048, n, k, 132)
+@pytest.mark.parametrize("sms", SMS)
+@pytest.mark.parametrize("ranks", [8, 96, 192, 512, 768])
+@pytest.mark.parametrize("k", [64, 3584, 8192, 18944, 28672])
+def test_the_shrink_stays_inside_its_workspace(k: int, ranks: int, sms: int) -> None:
+    for m in (1, 8, 9, 32, 33, 257, 512):
+        blocks, slices = shrink_plan(m, ranks, k, sms)
+        places = -(-ranks // 16) * -(-m // (8 * blocks)) * blocks
+        assert f"KERNEL({blocks}, " in (SOURCES / "lora_shrink.cu").read_text()
+        assert 1 <= slices <= k // 32 and places <= COUNTERS
+        assert slices == 1 or slices * places * 512 <= workspace_bytes(sms)
+
+
+def test_the_shrink_of_usual_shapes_is_cut_as_measured() -> None:
+    assert shrink_plan(8, 96, 3584, 132) == (1, 4)
+    assert shrink_plan(64, 32, 18944, 132) == (8, 62)
+    assert shrink_plan(512, 256, 28672, 132)[1] < 94  # where the whole cut would not fit
+
+
+@pytest.mark.parametrize("m", [9, 64, 500, MANY_ROWS])
+def test_rows_as_many_as_a_vocabulary_can_be_counted(m: int) -> None:
+    assert many_rows_plan(m, 262144, 8192, 132).fits(m, 262144, 8192, 132)
+
+
+WEIGHT = GroupWeight("nvfp4", (16,), 64, torch.zeros(1, 1, 576, dtype=torch.uint8), None, torch.ones(1), 1.0)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def arrivals(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """Counters of a workspace on the CPU."""
+    counters = torch.zeros(hopper._COUNTERS, dtype=torch.int32)
+    monkeypatch.setattr(hopper, "_workspace", lambda device: (counters, counters))
+    monkeypatch.setattr(hopper, "_open_pairs", {})
+    return counters
+
+
+def announced(slot: int | None) -> int | None:
+    """Where a product with this slot would wait."""
+    x, y = torch.zeros(1, 64, dtype=torch.bfloat16), torch.zeros(1, 16, dtype=torch.bfloat16)
+    update = LoraUpdate(torch.zeros(1, 8), torch.zeros(128), ((0, 8, 0),), slot)
+    found = hopper._params(x, WEIGHT, None, update, y).lora.announced
+    hopper._end_pair(CPU, update)
+    return found
+
+
+def test_a_product_waits_for_the_shrink_before_it_only(arrivals: torch.Tensor) -> None:
+    with pytest.raises(hopper.UnannouncedSlotError, match="slot 5"):
+        announced(5)
+    assert hopper._begin_pair(CPU, arrivals, 5) == arrivals[-12:].data_ptr() == announced(5)
+    with pytest.raises(hopper.UnannouncedSlotError, match="slot 5"):
+        announced(5)  # its announcement was taken down
+    assert hopper._begin_pair(CPU, arrivals, None) is None and announced(None) is None
+    assert not hopper._open_pairs
+
+
+@pytest.mark.parametrize("then", ["shrink", "plain shrink", "product", "another slot"])
+def test_a_shrink_without_its_product_leaves_no_announcement(then: str, arrivals: torch.Tensor) -> None:
+    hopper._begin_pair(CPU, arrivals, 3)
+    arrivals[-8:-6] = 1  # announced, and the product raised
+    if then == "another slot":
+        with pytest.raises(hopper.UnannouncedSlotError):
+            announced(4)
+    elif then == "product":
+        announced(None)
+    else:
+        hopper._begin_pair(CPU, arrivals, 3 if then == "shrink" else None)
+    assert not arrivals.any()
+
+
+def test_threads_have_pairs_of_their_own(arrivals: torch.Tensor) -> None:
+    hopper._begin_pair(CPU, arrivals, 3)
+    arrivals[-8] = 1
+    other = threading.Thread(target=hopper._begin_pair, args=(CPU, arrivals, 4))
+    other.start()
+    other.join()
+    assert arrivals[-8] == 1 and len(hopper._open_pairs) == 2
+    assert announced(3) == arrivals[-8:].data_ptr()
+
+
+def test_a_missing_library_means_the_other_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """cuda.bindings raises a RuntimeError of its own where NVRTC cannot be loaded."""
+
+    def missing(source: Path, index: int) -> object:
+        raise RuntimeError("libnvrtc.so was not found")
+
+    monkeypatch.setattr(hopper, "load_module", missing)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.delenv(hopper.DISABLE_VARIABLE, raising=False)
+    assert not hopper._is_supported.__wrapped__(0)
+    assert "libnvrtc.so was not found" in caplog.text
 
 
 def test_every_shape_of_tile_is_compiled() -> None:
@@ -86,7 +175,6 @@ def test_the_choice_on_an_h200() -> None:
     assert few_rows_plan(1, 37888, 3584, 132).name == "few_rows_16_2"
     assert few_rows_plan(8, 4608, 3584, 132).name == "few_rows_8_2_pair"
     assert few_rows_plan(8, 3584, 18944, 132).slices == 4
-    assert few_rows_plan(1, 152064, 3584, 132) == hopper_plan.FewRowsPlan(16)
     assert many_rows_plan(16, 37888, 3584, 132).name == "many_rows_16_3_4_5"
     assert many_rows_plan(64, 3584, 3584, 132).name == "many_rows_64_2_4_4"
     assert many_rows_plan(512, 37888, 3584, 132) == hopper_plan.ManyRowsPlan(128, 3, whole=True)

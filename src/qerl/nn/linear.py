@@ -63,7 +63,9 @@ class _QuantLoraMatmul(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = quant_matmul_dx(dy, ctx.weight).addmm_(du, a).view(*grad.shape[:-1], a.shape[1])
-        return dx, None, None, du.t() @ rows, dy.t() @ u
+        da = du.t() @ rows if ctx.needs_input_grad[3] else None
+        db = dy.t() @ u if ctx.needs_input_grad[4] else None
+        return dx, None, None, da, db
 
 
 class GroupHandle(nn.Module):

@@ -114,7 +114,8 @@ def load_adapter(model: nn.Module, adapter: str | Path, *, is_trainable: bool = 
     wrapped = PeftModel.from_pretrained(
         model, str(folder), config=config, autocast_adapter_dtype=True, is_trainable=is_trainable
     )
-    have = {name.replace(".default", "") for name in wrapped.state_dict() if "lora_" in name}
+    # Not the state dict: it would turn every packed weight into rows.
+    have = {name.replace(".default", "") for name, _ in wrapped.named_parameters() if "lora_" in name}
     with safe_open(weights, framework="pt") as file:
         stored = set(file.keys())
     if have != stored:

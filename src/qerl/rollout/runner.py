@@ -6,6 +6,7 @@ that engine and trainer log-probs differ by summation order only.
 """
 
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -186,21 +187,23 @@ class DecoderRunner:
             torch.cuda.synchronize(self.device)
         self.sync_ms = 1e3 * (time.perf_counter() - started)
 
-    def capture_key(self) -> tuple[int | bool, ...]:
-        """Addresses of everything that ``forward`` reads beside its arguments, and which adapters are enabled."""
+    def capture_key(self) -> tuple[Hashable, ...]:
+        """Addresses of everything that ``forward`` reads beside its arguments, which adapters are enabled, and what the
+        groups pass to their kernels by value."""
         head = self.head
         weight = head.packed if isinstance(head, WeightGroup) else head
         tensors = [self.embedding.weight, weight, self.rope, self.final_norm.weight, self.final_norm.noise]
+        groups: list[Hashable] = [head.capture_key()] if isinstance(head, WeightGroup) else []
         for layer in self.layers:
             norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm)
             linears = (layer.qkv, layer.o, layer.gate_up, layer.down)
             tensors += [tensor for norm in norms if norm is not None for tensor in (norm.weight, norm.noise)]
-            tensors += [linear.group.packed for linear in linears]
+            groups += [linear.group.capture_key() for linear in linears]
             tensors += [linear.bias for linear in linears if linear.bias is not None]
         adapters = self.shadows.groups
         tensors += [tensor for group in adapters for tensor in (group.a, group.b.buffer)]
         enabled = [is_active for group in adapters for is_active in group.active]
-        return (*(tensor.data_ptr() for tensor in tensors), *enabled)
+        return (*(tensor.data_ptr() for tensor in tensors), *groups, *enabled)
 
     def _attend(self, layer: Layer, index: int, x: torch.Tensor, batch: ForwardBatch, kv: KVCache) -> torch.Tensor:
         # AQN never perturbs the norms of heads, so that their noise slots stay empty and need not be read.

@@ -30,6 +30,7 @@ from qerl.nn.head import install_scoring_head
 from qerl.nn.loading import eos_token_ids, load_model
 from qerl.nn.lora import LoraQuantLinear, check_lora_config, prepare_lora_config
 from qerl.nn.norm import aqn_norms
+from qerl.nn.surgery import packed_parameters
 from qerl.rl.aqn import NoiseInjector
 from qerl.rollout.build import make_engine
 from qerl.rollout.engine import RolloutEngine
@@ -138,6 +139,9 @@ class QeRLTrainer(GRPOTrainer):
             callbacks=callbacks,
             **kwargs,
         )
+        # Every rank reads the packed weights itself, and may hold them in another layout than the first one: DDP must
+        # not overwrite them with the first rank's bytes. (torch has no public name for this list.)
+        self.model._ddp_params_and_buffers_to_ignore = packed_parameters(self.model)
         self._timed_rewards = [f for f in rewards if isinstance(f, TimedReward)]
         self._low_ess_rollouts = 0
         self._rewards_per_func: torch.Tensor | None = None
@@ -362,6 +366,11 @@ class QeRLTrainer(GRPOTrainer):
         finally:
             if self.noise is not None:
                 self.noise.clear()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Left to itself, PEFT takes the state dict of the whole model, a second copy of weights in tiles."""
+        adapters = {name: value for name, value in self.model.named_parameters() if "lora_" in name}
+        super()._save(output_dir, state_dict or adapters or None)
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
         """TRL's prompt order as a function of seed and epoch, so that a resume continues it."""

@@ -16,13 +16,12 @@ SHARED_BYTES = 227 * 1024
 X_CHUNKS = 8
 # Up to so many rows of x: mma.sync, with all of x in shared memory. Above: wgmma, with x streamed.
 FEW_ROWS = 8
-# Of the device: sums of parts have one a tile (few rows) or one a warp and tile (many rows), slots have the last ones.
-COUNTERS = 1 << 18
-# Places where a LoRA shrink announces x to the product that overlaps it, two counters each.
-SLOTS = 1024
-SUM_COUNTERS = COUNTERS - 2 * SLOTS
 # Above so many rows, dequantizing once and cuBLAS beat decoding the weights again for every 256 rows.
 MANY_ROWS = 2048
+# Counters of the workspace that sums of parts may use.
+COUNTERS = (1 << 18) - (1 << 11)
+# What a block of the LoRA shrink reads of A and x: less makes more slices to add up.
+_SHRINK_BYTES = 48 << 10
 
 # Microseconds a multiprocessor needs for a unit in the few-row kernel, and what cutting k costs at the end.
 _UNIT_US = 0.065
@@ -70,20 +69,23 @@ class FewRowsPlan:
         """Entry point in ``few_rows.cu``; with ``_wide`` at its end, in ``few_rows_wide.cu``."""
         return f"few_rows_{self.warps}_2{'_pair' if self.pair else ''}"
 
-    def group(self, multiprocessors: int) -> int:
-        """Blocks that share a slice of k (an even number in pairs)."""
+    def group(self, n: int, multiprocessors: int) -> int:
+        """Blocks that share a slice of k (an even number in pairs), none of them without work outside pairs.
+
+        Such a block would exit while the copies of x into its shared memory are under way.
+        """
         blocks = multiprocessors // self.slices
-        return blocks // 2 * 2 if self.pair else blocks
+        return blocks // 2 * 2 if self.pair else min(blocks, n // TILE_ROWS)
 
     def units(self, n: int, k: int, multiprocessors: int) -> int:
         """Units (four windows) of the busiest block."""
         depth = _ceil(k // WINDOW_COLUMNS, self.slices)
-        return _ceil(n // TILE_ROWS, self.group(multiprocessors)) * _ceil(depth, UNIT_WINDOWS)
+        return _ceil(n // TILE_ROWS, self.group(n, multiprocessors)) * _ceil(depth, UNIT_WINDOWS)
 
     def shared_bytes(self, m: int, n: int, k: int, multiprocessors: int) -> int:
         """Dynamic shared memory: rings, barriers, x, partial sums (as ``few_rows.cuh`` lays them out)."""
         windows = k // WINDOW_COLUMNS
-        most = _ceil(n // TILE_ROWS, self.group(multiprocessors))
+        most = _ceil(n // TILE_ROWS, self.group(n, multiprocessors))
         slots = 0
         for depth in {_ceil(windows, self.slices), windows // self.slices}:
             units = _ceil(depth, UNIT_WINDOWS)
@@ -91,16 +93,6 @@ class FewRowsPlan:
         rings = self.warps * 2 * (UNIT_BYTES + 8) + 8 * X_CHUNKS
         x = m * (_ceil(windows, self.slices) * 128 + 16)
         return rings + 128 + x + 128 + self.warps * slots * 512
-
-    def fits(self, m: int, n: int, k: int, multiprocessors: int) -> bool:
-        """Whether shared memory, counters and the workspace of partial sums hold it."""
-        tiles = n // TILE_ROWS
-        partial = self.slices * tiles * 512 if self.slices > 1 else 0
-        return (
-            self.shared_bytes(m, n, k, multiprocessors) <= SHARED_BYTES
-            and tiles <= SUM_COUNTERS
-            and partial <= partial_workspace_bytes(multiprocessors)
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +143,10 @@ class ManyRowsPlan:
         return 0 if self.whole else multiprocessors * 2 * 64 * self.groups * self.tokens * 4
 
     def fits(self, m: int, n: int, k: int, multiprocessors: int) -> bool:
-        """Whether the counters suffice, and the kernel's 32-bit products of counts (whole tiles need neither)."""
-        work = self.tiles(m, n) * _ceil(k // WINDOW_COLUMNS, self.unit) * self.grid(m, n, k, multiprocessors)
-        return self.whole or (self.tiles(m, n) * self.groups * 4 <= SUM_COUNTERS and work < 2**32)
+        """Whether the kernel can count: its divisions are of 32 bits, and shared tiles have counters."""
+        tiles, units = self.tiles(m, n), _ceil(k // WINDOW_COLUMNS, self.unit)
+        counted = self.whole or tiles * 4 * self.groups <= COUNTERS
+        return counted and tiles * units * self.grid(m, n, k, multiprocessors) < 1 << 32
 
     def cost(self, m: int, n: int, k: int, multiprocessors: int) -> float:
         """Estimated microseconds."""
@@ -171,20 +164,22 @@ def all_many_rows_plans() -> list[ManyRowsPlan]:
 
 
 @cache
-def partial_workspace_bytes(multiprocessors: int) -> int:
-    """Workspace for partial sums, of fixed size: what the largest shared tiles of the many-row kernels take."""
+def workspace_bytes(multiprocessors: int) -> int:
+    """Bytes of partial sums that any launch may use."""
     return max(plan.partial_bytes(multiprocessors) for plan in all_many_rows_plans())
 
 
 @cache
 def few_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan | None:
-    """The cheapest cut of k that fits, or None where none does."""
+    """The cheapest cut of k that fits shared memory, or None where none does."""
     best: tuple[float, FewRowsPlan] | None = None
     for slices in range(1, min(12, k // WINDOW_COLUMNS, multiprocessors) + 1):
         units = FewRowsPlan(16, slices).units(n, k, multiprocessors)
         warps = next(warps for least, warps in _WARPS if units > least)
         plan = FewRowsPlan(warps, slices, pair=m > 1 and slices == 1 and warps < 16)
-        if not plan.fits(m, n, k, multiprocessors):
+        if plan.shared_bytes(m, n, k, multiprocessors) > SHARED_BYTES:
+            continue
+        if slices > 1 and (slices * n * 8 * 4 > workspace_bytes(multiprocessors) or n // TILE_ROWS > COUNTERS):
             continue
         cost = units * _UNIT_US + (_SLICE_US if slices > 1 else 0.0)
         if best is None or cost < best[0]:
@@ -195,7 +190,15 @@ def few_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan |
 @cache
 def many_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> ManyRowsPlan:
     """The tile shape of least estimated time among those not much taller than `m`."""
-    plans = [
-        plan for plan in all_many_rows_plans() if plan.tokens < max(2 * m, 17) and plan.fits(m, n, k, multiprocessors)
-    ]
+    plans = [plan for plan in all_many_rows_plans() if plan.tokens < max(2 * m, 17)]
+    plans = [plan for plan in plans if plan.fits(m, n, k, multiprocessors)]
     return min(plans, key=lambda plan: plan.cost(m, n, k, multiprocessors))
+
+
+def shrink_plan(m: int, r: int, k: int, multiprocessors: int) -> tuple[int, int]:
+    """Launch of ``lora_shrink_{blocks}``: (blocks of eight tokens a thread block covers, parts of k)."""
+    blocks = next((blocks for blocks in (1, 2, 4) if m <= 8 * blocks), 8)
+    # Every part leaves an fp32 tile of 16 ranks by eight tokens in the workspace for each of these.
+    places = _ceil(r, 16) * _ceil(m, 8 * blocks) * blocks
+    fitting = workspace_bytes(multiprocessors) // (places * 16 * 8 * 4) if places <= COUNTERS else 1
+    return blocks, max(1, min(_ceil(k * 2 * (16 + 8 * blocks), _SHRINK_BYTES), fitting))
