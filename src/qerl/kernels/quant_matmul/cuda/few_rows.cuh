@@ -11,12 +11,14 @@ constexpr int X_CHUNKS = 8;
 
 __device__ __forceinline__ void load_matrices(uint32_t (&f)[4], uint32_t address) {
     asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-        : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]) : "r"(address));
+        : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3])
+        : "r"(address));
 }
 
 // The last block to bring its slice of a tile sums all slices in their order, and returns true.
 __device__ __forceinline__ bool sum_slices(const Params& p, int slice, int tile, int tiles, int lane, float (&v)[4]) {
-    __stcg((float4*)(p.partial + (long long)(slice * tiles + tile) * 128 + lane * 4), make_float4(v[0], v[1], v[2], v[3]));
+    __stcg((float4*)(p.partial + (long long)(slice * tiles + tile) * 128 + lane * 4),
+           make_float4(v[0], v[1], v[2], v[3]));
     __threadfence();
     __syncwarp();
     int arrived = 0;
@@ -46,7 +48,7 @@ __device__ __forceinline__ void few_rows(const Params& p) {
     const int total = units * (tile_end - tile_begin);
     const int begin = total * warp / WARPS, end = total * (warp + 1) / WARPS;
 
-    const int x_stride = depth * 128 + 16;   // 16 bytes off a multiple of 128: ldmatrix without bank conflicts
+    const int x_stride = depth * 128 + 16;  // 16 bytes off a multiple of 128: ldmatrix without bank conflicts
     const uint32_t base = smem_address(shared);
     const uint32_t ring = base + warp * STAGES * UNIT_BYTES;
     const uint32_t bars = base + WARPS * STAGES * UNIT_BYTES;
@@ -65,9 +67,12 @@ __device__ __forceinline__ void few_rows(const Params& p) {
     const uint64_t policy = evict_first_policy();
     // Units of a slice are contiguous; from one tile to the next, the other slices are skipped.
     int load_unit = begin % units, loaded = begin;
-    const unsigned char* source = p.tiles + ((long long)(tile_begin + begin / units) * windows + window_begin + load_unit * UNIT_WINDOWS) * WINDOW_BYTES;
-    const int last_bytes = (depth - (units - 1) * UNIT_WINDOWS) * WINDOW_BYTES, skipped = (windows - depth) * WINDOW_BYTES;
-    auto load = [&](int stage) {   // one unit into `stage`; all lanes come along, one issues
+    const unsigned char* source =
+        p.tiles +
+        ((long long)(tile_begin + begin / units) * windows + window_begin + load_unit * UNIT_WINDOWS) * WINDOW_BYTES;
+    const int last_bytes = (depth - (units - 1) * UNIT_WINDOWS) * WINDOW_BYTES,
+              skipped = (windows - depth) * WINDOW_BYTES;
+    auto load = [&](int stage) {  // one unit into `stage`; all lanes come along, one issues
         const bool last = ++load_unit == units;
         const int bytes = last ? last_bytes : UNIT_BYTES;
         if (elect()) {
@@ -99,14 +104,15 @@ __device__ __forceinline__ void few_rows(const Params& p) {
             if (PAIR && lane < p.m && (lane & 1) == cluster_rank()) bulk_multicast(to, x, bytes, x_full + warp * 8);
         }
     }
-    if (PAIR && total == 0)   // without work, but not gone before the other block's copies have landed here
+    if (PAIR && total == 0)  // without work, but not gone before the other block's copies have landed here
         for (int c = 0; c * chunk_units < units; c++) barrier_wait(x_full + c * 8, 0);
     // Rows past m feed columns of the product that nobody stores; they only must lie inside the buffer.
     uint32_t x_row = x_base + min(lane & 7, p.m - 1) * x_stride + (lane >> 3) * 16;
 
-    float c[2][4] = {};   // two sets: half as long chains of dependent products
-    int unit = begin % units, slot = 0, stage = 0, phase = 0, chunk = unit / chunk_units, chunk_left = chunk_units - unit % chunk_units;
-    const int slots = (total / WARPS + 1 + units - 2) / units + 1;   // tiles a warp can touch
+    float c[2][4] = {};  // two sets: half as long chains of dependent products
+    int unit = begin % units, slot = 0, stage = 0, phase = 0, chunk = unit / chunk_units,
+        chunk_left = chunk_units - unit % chunk_units;
+    const int slots = (total / WARPS + 1 + units - 2) / units + 1;  // tiles a warp can touch
     auto store_partial = [&]() {
         *(float4*)(sums + (warp * slots + slot) * 128 + lane * 4) =
             make_float4(c[0][0] + c[1][0], c[0][1] + c[1][1], c[0][2] + c[1][2], c[0][3] + c[1][3]);
@@ -127,7 +133,7 @@ __device__ __forceinline__ void few_rows(const Params& p) {
     if (begin < end) barrier_wait(x_full + chunk * 8, 0);
     for (int at = begin; at < end; at++) {
         barrier_wait(full + stage * 8, phase);
-        asm volatile("" : "+r"(x_row)::"memory");   // x is read after the waits
+        asm volatile("" : "+r"(x_row)::"memory");  // x is read after the waits
         const unsigned char* window = windows_of_warp + stage * UNIT_BYTES;
         const int count = min(UNIT_WINDOWS, depth - unit * UNIT_WINDOWS), offset = unit * UNIT_WINDOWS * 128;
         if (count == UNIT_WINDOWS) {
@@ -137,7 +143,7 @@ __device__ __forceinline__ void few_rows(const Params& p) {
             for (int w = 0; w < count; w++) multiply_window(window + w * WINDOW_BYTES, offset + w * 128);
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++)   // the products, and so the reads, of this stage are issued before its refill
+        for (int i = 0; i < 4; i++)  // the products, and so the reads, of this stage are issued before its refill
             asm volatile("" : "+f"(c[0][i]), "+f"(c[1][i])::"memory");
         __syncwarp();
         if (loaded < end) load(stage);
@@ -153,12 +159,12 @@ __device__ __forceinline__ void few_rows(const Params& p) {
         }
     }
     if (unit && begin < end) store_partial();
-    wait_for_predecessors();   // from here on: u, the workspace, y
+    wait_for_predecessors();  // from here on: u, the workspace, y
     __syncthreads();
     if (threadIdx.x == 0) confirm_x(p);
 
     for (int tile = tile_begin + warp; tile < tile_end; tile += WARPS) {
-        const int first = (tile - tile_begin) * units, last = first + units - 1;   // units of this tile
+        const int first = (tile - tile_begin) * units, last = first + units - 1;  // units of this tile
         float sum[1][4] = {};
         float (&v)[4] = sum[0];
         for (int w = ((first + 1) * WARPS - 1) / total; w <= ((last + 1) * WARPS - 1) / total; w++) {

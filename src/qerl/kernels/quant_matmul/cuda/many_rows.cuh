@@ -1,38 +1,49 @@
 // y = x W^T for 9 rows of x and more: wgmma with the weights, decoded in registers, as the left operand.
 //
 // A block computes tiles of (64 x GROUPS) output channels by TOKENS rows of x. A producer warp streams both through a
-// ring of stages: weights by bulk copies, x by tensor copies (128-byte swizzle). Window i + 1 is decoded while the products of window i run. Where whole tiles would leave multiprocessors
-// idle, every block takes an equal run of units across tiles (stream-K); the blocks that share a tile sum it
-// together, parts in block order: same input, same bits.
+// ring of stages: weights by bulk copies, x by tensor copies (128-byte swizzle). Window i + 1 is decoded while the
+// products of window i run. Where whole tiles would leave multiprocessors idle, every block takes an equal run of units
+// across tiles (stream-K); the last block to arrive at a tile sums its parts in block order: same input, same bits.
 #pragma once
 #include "tiles.cuh"
 
-struct TensorMap { alignas(64) unsigned char opaque[128]; };
+struct TensorMap {
+    alignas(64) unsigned char opaque[128];
+};
 
 template <int TOKENS>
 __device__ __forceinline__ void wgmma(float (&c)[TOKENS / 8][4], const uint32_t (&a)[4], uint64_t b);
 
 #include "wgmma.cuh"
 
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 template <int PENDING>
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
 
 // K-major operand in shared memory, rows of 128 bytes, 128-byte swizzle, groups of eight rows 1024 bytes apart.
 __device__ __forceinline__ uint64_t x_descriptor(uint32_t address) {
     return (uint64_t)((address & 0x3FFFF) >> 4) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
 __device__ __forceinline__ void tensor_load(uint32_t dst, const TensorMap* map, int column, int row, uint32_t bar) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                 ::"r"(dst), "l"(map), "r"(column), "r"(row), "r"(bar) : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
+        "[%4];" ::"r"(dst),
+        "l"(map), "r"(column), "r"(row), "r"(bar)
+        : "memory");
 }
 
 // How the units (stages) of all tiles are shared out among the blocks. Products of counts stay below 2^32 (the host
 // checks): a 64-bit division costs a third of a microsecond.
 struct Work {
-    unsigned row_blocks, token_blocks, units, total;   // units: of one tile
-    bool whole;                                        // no tile is shared between blocks
+    unsigned row_blocks, token_blocks, units, total;  // units: of one tile
+    bool whole;                                       // no tile is shared between blocks
     __device__ __forceinline__ int begin(unsigned index) const {
         if (whole) return row_blocks * token_blocks * index / gridDim.x * units;
         return total * index / gridDim.x;
@@ -57,7 +68,8 @@ __device__ __forceinline__ bool sum_parts(const Params& p, const Work& work, int
     const int first = work.owner(tile * work.units), contributors = work.owner((tile + 1) * work.units - 1) - first + 1;
     float* mine = part_of<TOKENS, WARPS>(p, blockIdx.x, begins, warp, lane);
 #pragma unroll
-    for (int b = 0; b < TOKENS / 8; b++) __stcg((float4*)(mine + b * 128), make_float4(c[b][0], c[b][1], c[b][2], c[b][3]));
+    for (int b = 0; b < TOKENS / 8; b++)
+        __stcg((float4*)(mine + b * 128), make_float4(c[b][0], c[b][1], c[b][2], c[b][3]));
     __threadfence();
     __syncwarp();
     int arrived = 0;
@@ -73,7 +85,7 @@ __device__ __forceinline__ bool sum_parts(const Params& p, const Work& work, int
     const float* next = part_of<TOKENS, WARPS>(p, first + 1, false, warp, lane);
     if (work.begin(first) > tile * (int)work.units) part = part_of<TOKENS, WARPS>(p, first, false, warp, lane);
     constexpr long long BLOCK_STRIDE = 2LL * WARPS * TOKENS * 16;
-#pragma unroll (TOKENS <= 32 ? 4 : TOKENS <= 64 ? 2 : 1)
+#pragma unroll(TOKENS <= 32 ? 4 : TOKENS <= 64 ? 2 : 1)
     for (int i = 0; i < contributors; i++) {
 #pragma unroll
         for (int b = 0; b < TOKENS / 8; b++) {
@@ -114,7 +126,7 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
 
-    if (warp >= WARPS) {   // a whole warpgroup, because registers are handed over by warpgroups
+    if (warp >= WARPS) {  // a whole warpgroup, because registers are handed over by warpgroups
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 3 ? 32 : 24));
         // One thread, and values the compiler can see to be uniform: copies take their operands from uniform registers.
         if (warp == WARPS && elect()) {
@@ -130,7 +142,8 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                 // Channels past the end get another tile's weights: their sums are not stored.
 #pragma unroll
                 for (int i = 0; i < WARPS; i++) {
-                    bulk_load_hinted(w_base + (stage * WARPS + i) * W_BYTES, source, count * WINDOW_BYTES, full + stage * 8, policy, work.token_blocks == 1);
+                    bulk_load_hinted(w_base + (stage * WARPS + i) * W_BYTES, source, count * WINDOW_BYTES,
+                                     full + stage * 8, policy, work.token_blocks == 1);
                     if (i + 1 < present) source += next;
                 }
             };
@@ -138,7 +151,8 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
 #pragma unroll
                 for (int w = 0; w < UNIT; w++)
                     if (unit * UNIT + w < windows)
-                        tensor_load(x_base + (stage * UNIT + w) * X_BYTES, x_map, (unit * UNIT + w) * 64, token0, full + stage * 8);
+                        tensor_load(x_base + (stage * UNIT + w) * X_BYTES, x_map, (unit * UNIT + w) * 64, token0,
+                                    full + stage * 8);
             };
             auto advance = [&]() {
                 if (++unit == work.units) {
@@ -175,7 +189,7 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
             at += stop - unit;
 #pragma unroll
             for (int b = 0; b < TOKENS / 8; b++) c[b][0] = c[b][1] = c[b][2] = c[b][3] = 0.0f;
-            int held = -1;   // stage whose last products may still run
+            int held = -1;  // stage whose last products may still run
             for (; unit < stop; unit++) {
                 const int count = min(UNIT, windows - unit * UNIT);
                 barrier_wait(full + stage * 8, phase);
@@ -195,18 +209,18 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                         if (w == 0 && held >= 0 && (threadIdx.x & 127) == 0) barrier_arrive(empty + held * 8);
                     }
                 }
-                if (count & 1) wgmma_wait<0>();   // the next unit starts with the registers of the last window
+                if (count & 1) wgmma_wait<0>();  // the next unit starts with the registers of the last window
                 held = stage;
                 if (++stage == STAGES) stage = 0, phase ^= 1;
             }
             wgmma_wait<0>();
             if ((threadIdx.x & 127) == 0) barrier_arrive(empty + held * 8);
 #pragma unroll
-            for (int b = 0; b < TOKENS / 8; b++)   // the sums are read after the wait
+            for (int b = 0; b < TOKENS / 8; b++)  // the sums are read after the wait
 #pragma unroll
                 for (int i = 0; i < 4; i++) asm volatile("" : "+f"(c[b][i])::"memory");
 
-            wait_for_predecessors();   // from here on: u, the workspace, y
+            wait_for_predecessors();  // from here on: u, the workspace, y
             bool finished = true;
             if (work.contributors(tile) > 1) finished = sum_parts<TOKENS, WARPS>(p, work, tile, begins, warp, lane, c);
             const int row_tile = tile % work.row_blocks * WARPS + warp;
