@@ -2,7 +2,7 @@
 
 ::
 
-    <run>/config.yaml       the resolved configuration, written before step 1
+    <run>/config.yaml       the configuration as given, with defaults; a recipe for `qerl train --config`
     <run>/environment.json  machine and package versions (qerl.evaluation.environment)
     <run>/metrics.jsonl     one JSON object per optimizer step: "step", "time" (Unix seconds) and METRICS
     <run>/samples.jsonl     logged completions: "step", "prompt", "completion", "reward", "answer" and more
@@ -96,7 +96,7 @@ class RunWriter:
             self._resume(resume_step)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write the resolved configuration to ``config.yaml``, atomically.
+        """Write the configuration to ``config.yaml``, atomically.
 
         Raises:
             ValueError: a value that is no plain YAML (numbers, text, booleans, lists, mappings).

@@ -153,6 +153,8 @@ class QeRLConfig(GRPOConfig):
     min_ess_patience: int = field(default=5, metadata=_help("Consecutive rollouts below min_ess before the stop."))
 
     def __post_init__(self) -> None:
+        # transformers and TRL overwrite fields with what follows from others, and refuse some of that as input.
+        self._given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
         self._refuse_replaced_fields()
         if self.gradient_checkpointing is None:
             self.gradient_checkpointing = torch.cuda.is_available() and not self.use_cpu
@@ -225,6 +227,20 @@ class QeRLConfig(GRPOConfig):
         self._check_choice("loss_type", LOSS_TYPES)
         self._check_choice("importance_sampling_level", ("token", "sequence"))
         self._check_save_boundary()
+
+    def given_values(self) -> dict[str, Any]:
+        """The fields as plain values for YAML, from which an equal config can be made.
+
+        Fields that follow from others or from the machine are as they were given (mostly None). Left out are tokens and
+        other secrets, objects, and ``resume_from_checkpoint``, which says how to start a run, not what it is.
+        """
+        values = {}
+        for name, value in self._given.items():
+            value = getattr(value, "value", value)
+            plain = isinstance(value, (str, int, float, bool, list, dict)) or value is None
+            if plain and not name.endswith("_token") and name != "resume_from_checkpoint":
+                values[name] = value
+        return values
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         if getattr(self, name) not in choices:
