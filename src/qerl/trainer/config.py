@@ -6,7 +6,6 @@ fields that steer a vLLM process are refused with the replacement named.
 """
 
 import dataclasses
-import logging
 import math
 import os
 from dataclasses import dataclass, field
@@ -16,8 +15,6 @@ import torch
 from trl import GRPOConfig
 
 from qerl.rl.schedule import SCHEDULES, NoiseSchedule
-
-logger = logging.getLogger(__name__)
 
 ROLLOUT_BACKENDS = ("auto", "engine", "transformers")
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
@@ -219,11 +216,6 @@ class QeRLConfig(GRPOConfig):
         for name in ("lora_r", "max_num_seqs", "min_ess_patience"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.aqn_schedule not in ("none", "constant") and 0 < self.max_steps < self.num_stages:
-            logger.warning(
-                "max_steps=%d is less than num_stages=%d: some noise stages are skipped, the first (no noise) too",
-                self.max_steps, self.num_stages,
-            )  # fmt: skip
         self._check_choice("loss_type", LOSS_TYPES)
         self._check_choice("importance_sampling_level", ("token", "sequence"))
         self._check_save_boundary()

@@ -46,6 +46,7 @@ from qerl.trainer.preflight import (
     longest_eval_prompt,
     memory_table,
     try_worst_case,
+    warn_of_skipped_stages,
 )
 from qerl.trainer.regroup import regroup
 from qerl.trainer.sampler import EpochRepeatSampler
@@ -215,6 +216,7 @@ class QeRLTrainer(GRPOTrainer):
                 f"AQN found {len(norms)} norms to perturb, expected {expected} (two a layer); set aqn_schedule='none' "
                 "to train this architecture without noise"
             )
+        warn_of_skipped_stages(self.args)
         return NoiseInjector(norms, self.args.seed)
 
     @property
