@@ -373,6 +373,9 @@ class QeRLTrainer(GRPOTrainer):
         adapters = {name: value for name, value in self.model.named_parameters() if "lora_" in name}
         super()._save(output_dir, state_dict or adapters or None)
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Not written: TRL's card knows bases on the hub only and calls a local one None; PEFT's card names it."""
+
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
         """TRL's prompt order as a function of seed and epoch, so that a resume continues it."""
         sampler = super()._get_train_sampler(dataset)
