@@ -49,6 +49,7 @@ from qerl.trainer.preflight import (
     warn_of_skipped_stages,
 )
 from qerl.trainer.regroup import regroup
+from qerl.trainer.reward_arguments import check_reward_arguments
 from qerl.trainer.sampler import EpochRepeatSampler
 from qerl.trainer.timed_reward import TimedReward, timed
 
@@ -83,6 +84,7 @@ class QeRLTrainer(GRPOTrainer):
 
     Raises:
         ConfigError: anything that can be known to fail before step 1.
+        RewardArgumentError: a reward function that cannot be called with the columns of the data.
     """
 
     _tag_names = ("trl", "grpo", "qerl")
@@ -101,6 +103,10 @@ class QeRLTrainer(GRPOTrainer):
         eval_max_new_tokens: int | None = None,
         **kwargs: Any,
     ) -> None:
+        rewards = timed(reward_funcs)
+        if isinstance(train_dataset, Dataset):
+            has_environments = kwargs.get("environment_factory") is not None
+            check_reward_arguments(rewards, train_dataset.column_names, environments=has_environments)
         set_seed(args.seed)  # the adapter is initialized before transformers seeds anything
         if isinstance(model, (str, Path)):
             path = model
@@ -128,7 +134,6 @@ class QeRLTrainer(GRPOTrainer):
             train_dataset, longest_prompt = check_prompts(train_dataset, processing_class, args, kwargs.get("tools"))
             longest_eval = longest_eval_prompt(kwargs.get("eval_dataset"), processing_class, args, kwargs.get("tools"))
             longest_prompt = max(longest_prompt, longest_eval)
-        rewards = timed(reward_funcs)
         super().__init__(
             model=model,
             reward_funcs=rewards,
