@@ -18,6 +18,7 @@ from qerl.rollout.core import CompletionOutput
 from qerl.trainer.bridge import group_rows
 from qerl.trainer.config import QeRLConfig
 from qerl.trainer.parity import ParityError, effective_sample_size
+from qerl.trainer.timed_reward import RewardCallError
 from qerl.trainer.trainer import CollapsedSamplingError, NonFiniteLossError, QeRLTrainer, RewardValueError
 
 MakeTrainer = Callable[..., QeRLTrainer]
@@ -254,12 +255,14 @@ def test_secondary_eos_is_finished_not_truncated(trainer: MakeTrainer) -> None:
     assert logs.values("completions/clipped_ratio") == [0.0]
 
 
-def test_a_reward_that_raises_stops_the_run(trainer: MakeTrainer) -> None:
+def test_a_reward_that_raises_stops_the_run_with_its_name(trainer: MakeTrainer) -> None:
     def broken(prompts, completions, **kwargs) -> list[float]:  # type: ignore[no-untyped-def]
         raise KeyError("no such column")
 
-    with pytest.raises(KeyError, match="no such column"):
-        trainer(reward_funcs=broken).train()
+    with pytest.raises(RewardCallError, match="reward function 'broken' raised KeyError: 'no such column'") as caught:
+        trainer(reward_funcs=[letter_reward, broken]).train()
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert 'raise KeyError("no such column")' in caught.value.details and "qerl" not in caught.value.details
 
 
 def test_a_stale_engine_is_caught_by_the_probe(trainer: MakeTrainer) -> None:
