@@ -134,7 +134,8 @@ def _check_target(out: Path, *, force: bool) -> None:
     entries = len(os.listdir(out))
     if entries and not force:
         raise FileExistsError(
-            f"{out} exists and holds {entries} entries; choose another folder, or use --force (force=True) to replace it"
+            f"{out} exists and holds {entries} entries; choose another folder, or use --force (force=True) to "
+            "replace it"
         )
     if entries and not (out / "config.json").is_file():
         raise FileExistsError(
