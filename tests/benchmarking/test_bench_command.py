@@ -69,6 +69,21 @@ def test_an_fp8_cache_is_named_and_counted(tiny_config: Path, tmp_path: Path) ->
     assert saved == 2 * 10 * 3 * 2 * 2 * 2 * 16  # 3 bytes of each number; K and V, 2 layers, 2 heads of 16
 
 
+def test_a_packed_head_is_named_and_counted_once(tiny_config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    arguments = ["--config-json", str(tiny_config), "--head-dtype", "nvfp4", "--batch", "2", "--prompt", "8"]
+    result = runner.invoke(app, ["bench", "rollout", *arguments, "--new", "8", "--out", str(out), "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["head_dtype"] == "nvfp4" and row["parity"] < 1e-5
+    plain = build_subject(tiny_config, weights="nvfp4", lora_rank=0, device="cpu")
+    packed = build_subject(tiny_config, weights="nvfp4", lora_rank=0, head="nvfp4", device="cpu")
+    vocab = plain.geometry.vocab
+    saved = plain.step_bytes(2, 10) - packed.step_bytes(2, 10)
+    assert saved == 4 * vocab * 64 - packed.runner.head.resident_bytes
+    assert plain.step_flops(2, 10) == packed.step_flops(2, 10)
+
+
 def test_long_tailed_lengths(tiny_config: Path, tmp_path: Path) -> None:
     out = tmp_path / "long.json"
     arguments = ["--config-json", str(tiny_config), "--lengths", "lognormal", "--mean-new", "12", "--max-new", "60"]

@@ -23,9 +23,9 @@ def test_one_prompt_prints_the_bare_completion(build) -> None:
 
 
 def test_raw_prompt_from_stdin(build) -> None:
-    result = runner.invoke(app, ["generate", "m", "--raw", "--device", "cpu"], input="a\nb\n")
+    result = runner.invoke(app, ["generate", "m", "--raw", "--device", "cpu", "--head", "nvfp4"], input="a\nb\n")
     assert result.output == "a\nb0\n"
-    assert build.calls[0][1]["device"] == "cpu"
+    assert build.calls[0][1]["device"] == "cpu" and build.calls[0][1]["head"] == "nvfp4"
 
 
 def test_several_completions_are_told_apart(build) -> None:

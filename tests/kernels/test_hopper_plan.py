@@ -25,6 +25,8 @@ SOURCES = Path(hopper.__file__).parent / "cuda"
 SHAPES = [
     (4608, 3584), (37888, 3584), (3584, 18944), (7168, 5120), (55296, 5120), (5120, 27648), (960, 576), (576, 1536),
     (16, 64), (57344, 8192), (8192, 28672),
+    # Output heads.
+    (152064, 3584), (152064, 5120), (151936, 2048), (128256, 8192), (49152, 576), (262144, 5376),
 ]  # fmt: skip
 SMS = [132, 114, 78]
 
@@ -32,10 +34,15 @@ SMS = [132, 114, 78]
 def entry_points(source: str) -> set[str]:
     """Names that the instantiating macros of a ``.cu`` file make."""
     text = (SOURCES / source).read_text()
-    if source == "few_rows.cu":
-        names = {f"few_rows_{w}_{s}" for w, s in re.findall(r"^KERNEL\((\d+), (\d+)\)", text, re.M)}
-        return names | {f"few_rows_{w}_{s}_pair" for w, s in re.findall(r"^PAIRED_KERNEL\((\d+), (\d+)\)", text, re.M)}
-    return {"many_rows_" + "_".join(v.split(", ")) for v in re.findall(r"^KERNEL\((\d+(?:, \d+)+)\)", text, re.M)}
+    names = set()
+    for macro, pattern in re.findall(r"#define (\w+)\(.*?__ \w.*?((?:few|many)_rows_##[\w#]+)\(", text, re.S):
+        parameters = re.search(rf"#define {macro}\((.*?)\)", text).group(1).split(", ")
+        for values in re.findall(rf"^{macro}\((\d+(?:, \d+)+)\)", text, re.M):
+            name = pattern
+            for parameter, value in zip(parameters, values.split(", "), strict=True):
+                name = name.replace(f"##{parameter}", value)
+            names.add(name.replace("##", ""))
+    return names
 
 
 @pytest.mark.parametrize("sms", SMS)
@@ -158,6 +165,8 @@ def test_a_missing_library_means_the_other_kernels(
 
 def test_every_shape_of_tile_is_compiled() -> None:
     assert {plan.name for plan in all_many_rows_plans()} == entry_points("many_rows.cu")
+    for source in ("few_rows", "many_rows"):  # the same kernels with an fp32 result
+        assert {f"{name}_wide" for name in entry_points(f"{source}.cu")} == entry_points(f"{source}_wide.cu")
     assert all(plan.shared_bytes <= SHARED_BYTES for plan in all_many_rows_plans())
 
 
@@ -172,7 +181,9 @@ def test_the_choice_on_an_h200() -> None:
     assert many_rows_plan(2048, 37888, 3584, 132).tokens == 256
 
 
-@pytest.mark.parametrize("source", ["few_rows", "many_rows", "dequantize", "lora_shrink"])
+@pytest.mark.parametrize(
+    "source", ["few_rows", "many_rows", "few_rows_wide", "many_rows_wide", "dequantize", "lora_shrink"]
+)
 def test_nvrtc_compiles_without_a_gpu(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("cuda.bindings") is None:
         pytest.skip("cuda-bindings is not installed")
@@ -185,6 +196,7 @@ def test_nvrtc_compiles_without_a_gpu(source: str, tmp_path: Path, monkeypatch: 
         if "cannot compile" in str(error):
             raise
         pytest.skip(f"NVRTC is not installed: {error}")
-    assert cubin[:4] == b"\x7fELF" and source.encode() in cubin
+    assert cubin[:4] == b"\x7fELF"
+    assert all(name.encode() in cubin for name in entry_points(f"{source}.cu") or {source})
     (cached,) = (tmp_path / "qerl" / "kernels").iterdir()
     assert cached.read_bytes() == cubin == compile_cubin(SOURCES / f"{source}.cu")

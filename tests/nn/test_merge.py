@@ -20,9 +20,9 @@ from qerl.nn.merge import export_adapter, merge_adapter
 IDS = torch.arange(5, 29)[None]
 
 
-def trained(base: Path, folder: Path, weights: str, **options: object) -> PeftModel:
+def trained(base: Path, folder: Path, weights: str, head: str = "auto", **options: object) -> PeftModel:
     """A model with a random adapter, saved in ``folder``."""
-    model = load_model(base, weights=weights, dtype="float32", device="cpu")
+    model = load_model(base, weights=weights, head=head, dtype="float32", device="cpu")
     settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
     model = get_peft_model(model, prepare_lora_config(LoraConfig(**settings), model)).eval()
     generator = torch.Generator().manual_seed(3)
@@ -75,6 +75,20 @@ def test_weights_are_the_trained_models_rounded_once(
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == "bfloat16" and "quantization_config" not in config
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) > 256
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_packed_head_is_merged_as_it_decodes(tied: bool, tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", "qwen2", tied=tied)
+    model = trained(base, tmp_path / "adapter", "nvfp4", head="nvfp4")
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "out", weights="nvfp4", head="nvfp4")
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    head = get_format("nvfp4").dequantize(model.get_base_model().lm_head.group.packed_tensor(0))
+    assert torch.equal(merged["lm_head.weight"], head.to(torch.bfloat16))
+    assert torch.equal(merged["model.embed_tokens.weight"], CheckpointReader(base).load("model.embed_tokens.weight"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        assert (loaded(IDS).logits - model(IDS).logits).norm() / model(IDS).logits.norm() < 1e-2
 
 
 def test_patterns_and_rslora_scale_as_peft_scales(bases: dict[str, Path], tmp_path: Path) -> None:

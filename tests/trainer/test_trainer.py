@@ -41,6 +41,17 @@ def test_engine_and_trainer_agree_at_every_step_with_and_without_noise(trainer: 
     assert all(0 < ess <= 1 for ess in logs.values("sampling/ess"))
 
 
+@pytest.mark.parametrize("backend", ["engine", "transformers"])
+def test_a_packed_head_trains_and_agrees_with_what_samples(trainer: MakeTrainer, backend: str, tmp_path: Path) -> None:
+    made, logs = run(trainer, max_steps=3, head="nvfp4", rollout_backend=backend, save_strategy="steps", save_steps=3)
+    policy = made.accelerator.unwrap_model(made.model)
+    assert policy.get_base_model().qerl_head == "nvfp4"
+    assert max(logs.values("parity/max")) < 1e-4
+    assert min(logs.values("grad_norm")) > 0 and all(map(math.isfinite, logs.values("loss")))
+    saved = load_file(tmp_path / "run" / "checkpoint-3" / "adapter_model.safetensors")
+    assert saved and all("lora_" in name for name in saved)
+
+
 def test_without_noise_the_first_ratio_is_one_at_any_temperature(trainer: MakeTrainer) -> None:
     """Case 18: log-probs that are not temperature-scaled give a first ratio of about 2."""
     for temperature in (0.6, 1.0, 1.5):

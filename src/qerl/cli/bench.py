@@ -53,7 +53,9 @@ def rollout(
     samples: Annotated[int, typer.Option(min=1, help="Completions (lognormal).")] = 128,
     prefill: Annotated[str | None, typer.Option(help="Also time prefill: SEQUENCESxTOKENS, such as 256x256.")] = None,
     kv_dtype: Annotated[str, typer.Option(help="Dtype of the KV cache: auto (compute dtype) or fp8.")] = "auto",
-    head_dtype: Annotated[str, typer.Option(help="Dtype of the output head: auto (compute dtype).")] = "auto",
+    head_dtype: Annotated[
+        str, typer.Option(help="Output head: auto (as stored), the compute dtype, or nvfp4.")
+    ] = "auto",
     peer: Annotated[str | None, typer.Option(help="Measure transformers or vllm on the same work too.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the model in the rows; default: of its file.")] = None,
     out: Out = None,

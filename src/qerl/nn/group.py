@@ -36,6 +36,7 @@ from qerl.kernels.quant_matmul import (
     fits_tiles,
     from_tiles,
     quant_matmul,
+    quant_matmul_dx,
     tiles_supported,
     to_tiles,
 )
@@ -265,6 +266,19 @@ class WeightGroup(nn.Module):
         if self.format != "bf16" and x.is_cuda:
             return quant_matmul(x, self.group_weight(), bias, lora)
         return dense_linear(x, self.dense(), bias)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """``x W^T`` of the whole group in fp32, not rounded: [T, K] in the compute dtype -> [T, N] (no gradient)."""
+        if self.format != "bf16" and x.is_cuda:
+            return quant_matmul(x, self.group_weight(), out_dtype=torch.float32)
+        return x.float() @ self.dense().float().t()
+
+    def logits_dx(self, dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Gradient of the input of :meth:`logits`: fp32 [T, N], rounded to ``dtype`` -> [T, K] in ``dtype``."""
+        dy = dy.to(dtype)
+        if self.format != "bf16" and dy.is_cuda:
+            return quant_matmul_dx(dy, self.group_weight(), torch.float32).to(dtype)
+        return (dy.float() @ self.dense().float()).to(dtype)
 
     def capture_key(self) -> tuple[int | str | float | None, ...]:
         """What a captured product of :meth:`matmul` holds: where the buffer is, how to read it, and its scale."""

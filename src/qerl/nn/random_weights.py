@@ -18,6 +18,7 @@ from qerl.formats.nf4 import CODE_BOOK
 from qerl.nn.group import WeightGroup
 from qerl.nn.linear import QuantLinear
 from qerl.nn.loading import (
+    HEAD_FORMATS,
     WEIGHT_FORMATS,
     ModelLoadError,
     empty_model,
@@ -162,6 +163,7 @@ def random_model(
     config: PretrainedConfig,
     *,
     weights: str = "nvfp4",
+    head: str = "bf16",
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
     seed: int = 0,
@@ -173,12 +175,15 @@ def random_model(
     Args:
         config: of the model; its ``dtype`` is set.
         weights: ``bf16``, ``nvfp4``, ``nf4`` or ``mxfp4``.
+        head: ``bf16`` (the compute dtype) or ``nvfp4``; of a tied embedding, as in ``load_model``.
         dtype, device: as in ``load_model``.
         seed: of the weights.
 
     Raises:
         ModelLoadError: an unknown format.
     """
+    if head not in HEAD_FORMATS[1:]:
+        raise ModelLoadError(f"head={head!r} is unknown; choose from {', '.join(HEAD_FORMATS[1:])}.")
     if weights not in WEIGHT_FORMATS:
         raise ModelLoadError(f"weights={weights!r} is unknown; choose from {', '.join(WEIGHT_FORMATS)}.")
     device = resolve_device(device)
@@ -195,7 +200,8 @@ def random_model(
             for name, linear in zip(found.full_names, found.linears, strict=True)
             if linear.in_features % block == 0
         )
-    fill_model(model, RandomWeights(shapes, packed, weights, dtype, device, seed), weights, dtype, device)
+    source = RandomWeights(shapes, packed, weights, dtype, device, seed)
+    fill_model(model, source, weights, dtype, device, head)
     return model
 
 

@@ -63,6 +63,7 @@ def serve(
     port: int = 8000,
     api_key: str | None = None,
     weights: str = "auto",
+    head: str = "auto",
     device: str = "auto",
     max_model_len: int | None = None,
     max_num_seqs: int = 256,
@@ -72,7 +73,7 @@ def serve(
 
     Args:
         name: that clients ask for; default: name of the folder.
-        max_model_len, max_num_seqs, kv_dtype: see :func:`qerl.rollout.build.build_engine`.
+        weights, head, max_model_len, max_num_seqs, kv_dtype: see :func:`qerl.rollout.build.build_engine`.
 
     Raises:
         UnprotectedServerError: an address that others can reach, without a key.
@@ -95,6 +96,7 @@ def serve(
         engine, tokenizer, _ = build_engine(
             model,
             weights=weights,
+            head=head,
             adapter=adapter,
             device=device,
             max_model_len=max_model_len,

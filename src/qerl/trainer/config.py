@@ -83,6 +83,9 @@ class QeRLConfig(GRPOConfig):
     weights: str = field(
         default="auto", metadata=_help("Frozen base weights: auto (as stored), bf16, nvfp4, nf4 or mxfp4.")
     )
+    head: str = field(
+        default="auto", metadata=_help("Output head, trainer and engine alike: auto (as stored), bf16 or nvfp4.")
+    )
     dtype: str = field(
         default="auto",
         metadata=_help("Compute dtype: auto (bfloat16 on CUDA, float32 on CPU), bfloat16, float32."),

@@ -226,6 +226,7 @@ class Run:
             resume=False,
             model=self.run.model,
             weights=getattr(trainer.accelerator.unwrap_model(trainer.model), "qerl_weights", None),
+            head=None if self.args.head == "auto" else self.args.head,
             template_options=self.args.chat_template_kwargs,
         )
         trainer.model.train()

@@ -106,6 +106,7 @@ class QeRLTrainer(GRPOTrainer):
             model = load_model(
                 path,
                 weights=args.weights,
+                head=args.head,
                 dtype=args.dtype,
                 device="cpu" if args.use_cpu else args.device,
                 trust_remote_code=args.trust_remote_code,

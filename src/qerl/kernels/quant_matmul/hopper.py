@@ -121,12 +121,16 @@ def _is_supported(index: int) -> bool:
 
 
 def matmul(
-    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, lora: LoraUpdate | None = None
+    x: torch.Tensor,
+    weight: GroupWeight,
+    bias: torch.Tensor | None,
+    lora: LoraUpdate | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """``x`` bf16 [M, K] contiguous, 1 <= M <= 2048 -> bf16 [M, N]; weights in tiles."""
+    """``x`` bf16 [M, K] contiguous, 1 <= M <= 2048 -> bf16 or fp32 [M, N]; weights in tiles."""
     m, n, k = x.shape[0], weight.out_features, weight.in_features
     sms = multiprocessor_count(x.device.index)
-    y = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
+    y = torch.empty(m, n, dtype=out_dtype, device=x.device)
     plan = few_rows_plan(m, n, k, sms) if m <= FEW_ROWS else None
     if plan is not None:
         run_few_rows(plan, x, weight, bias, lora, y)
@@ -143,13 +147,14 @@ def run_few_rows(
     lora: LoraUpdate | None,
     y: torch.Tensor,
 ) -> None:
-    """Launch one few-row kernel into `y` (mutated)."""
+    """Launch one few-row kernel into `y` (mutated), bf16 or fp32."""
     shape, sms = (x.shape[0], weight.out_features, weight.in_features), multiprocessor_count(x.device.index)
     params = _params(x, weight, bias, lora, y)
     params.slices = plan.slices
     shared = plan.shared_bytes(*shape, sms)
     grid = plan.group(weight.out_features, sms) * plan.slices
-    _launch("few_rows", plan.name, 32 * plan.warps, (grid, 1, 1), shared, x.device.index)(params)
+    wide = _wide(y)
+    _launch(f"few_rows{wide}", plan.name + wide, 32 * plan.warps, (grid, 1, 1), shared, x.device.index)(params)
     _end_pair(x.device, lora)
 
 
@@ -161,14 +166,20 @@ def run_many_rows(
     lora: LoraUpdate | None,
     y: torch.Tensor,
 ) -> None:
-    """Launch one many-row kernel into `y` (mutated)."""
+    """Launch one many-row kernel into `y` (mutated), bf16 or fp32."""
     shape, sms = (x.shape[0], weight.out_features, weight.in_features), multiprocessor_count(x.device.index)
     params = _params(x, weight, bias, lora, y)
     params.slices = int(plan.whole)
     grid = plan.grid(*shape, sms)
-    launch = _launch("many_rows", plan.name, 128 * plan.groups + 128, (grid, 1, 1), plan.shared_bytes, x.device.index)
+    wide, threads = _wide(y), 128 * plan.groups + 128
+    launch = _launch(f"many_rows{wide}", plan.name + wide, threads, (grid, 1, 1), plan.shared_bytes, x.device.index)
     launch(params, _tensor_map(x.data_ptr(), *x.shape, plan.tokens))
     _end_pair(x.device, lora)
+
+
+def _wide(y: torch.Tensor) -> str:
+    """What the names of the kernel and of its file end in: those with an fp32 result stand apart."""
+    return "_wide" if y.dtype == torch.float32 else ""
 
 
 def next_slot() -> int:

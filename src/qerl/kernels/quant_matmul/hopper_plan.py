@@ -66,7 +66,7 @@ class FewRowsPlan:
 
     @property
     def name(self) -> str:
-        """Entry point in ``few_rows.cu``."""
+        """Entry point in ``few_rows.cu``; with ``_wide`` at its end, in ``few_rows_wide.cu``."""
         return f"few_rows_{self.warps}_2{'_pair' if self.pair else ''}"
 
     def group(self, n: int, multiprocessors: int) -> int:
@@ -83,7 +83,7 @@ class FewRowsPlan:
         return _ceil(n // TILE_ROWS, self.group(n, multiprocessors)) * _ceil(depth, UNIT_WINDOWS)
 
     def shared_bytes(self, m: int, n: int, k: int, multiprocessors: int) -> int:
-        """Dynamic shared memory: rings, barriers, x, partial sums (as ``few_rows.cu`` lays them out)."""
+        """Dynamic shared memory: rings, barriers, x, partial sums (as ``few_rows.cuh`` lays them out)."""
         windows = k // WINDOW_COLUMNS
         most = _ceil(n // TILE_ROWS, self.group(n, multiprocessors))
         slots = 0
@@ -121,7 +121,7 @@ class ManyRowsPlan:
 
     @property
     def name(self) -> str:
-        """Entry point in ``many_rows.cu``."""
+        """Entry point in ``many_rows.cu``; with ``_wide`` at its end, in ``many_rows_wide.cu``."""
         return f"many_rows_{self.tokens}_{self.groups}_{self.unit}_{self.stages}"
 
     def tiles(self, m: int, n: int) -> int:
