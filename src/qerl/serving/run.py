@@ -3,6 +3,7 @@
 import ipaddress
 import logging
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 from qerl.rollout.build import build_engine
@@ -45,6 +46,19 @@ def _warm_up(engine: RolloutEngine) -> None:
             session.step()
 
 
+def _require_packages() -> None:
+    """Raise `MissingServerPackageError` unless the packages of the extra ``serve`` are here."""
+    try:
+        for package in ("uvicorn", "fastapi"):
+            import_module(package)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("fastapi", "uvicorn", "starlette"):
+            raise
+        raise MissingServerPackageError(
+            f"serving needs the package {error.name}: pip install 'qerl[serve]' (FastAPI and uvicorn)"
+        ) from error
+
+
 def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
@@ -82,16 +96,11 @@ def serve(
         UnsupportedArchitectureError: a model that the engine does not run.
     """
     check_exposure(host, api_key)
-    try:
-        import uvicorn
+    _require_packages()
+    import uvicorn
 
-        from qerl.serving.app import Server
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("fastapi", "uvicorn", "starlette"):
-            raise
-        raise MissingServerPackageError(
-            f"serving needs the package {error.name}: pip install 'qerl[serve]' (FastAPI and uvicorn)"
-        ) from error
+    from qerl.serving.app import Server
+
     with bound_sockets(host, port) as sockets:
         engine, tokenizer, _ = build_engine(
             model,
