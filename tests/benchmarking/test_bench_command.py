@@ -173,3 +173,23 @@ def test_what_is_refused(arguments: list[str], message: str, tiny_config: Path) 
     result = runner.invoke(app, ["bench", *arguments])
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("command", ["rollout", "kernels"])
+def test_rows_of_an_earlier_file_are_replaced_only_with_force(
+    command: str, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second measurement into the same file used to drop the rows of the first."""
+    plans = []
+    monkeypatch.setattr(f"qerl.benchmarking.run_{command}.run_{command}", lambda plan, say: plans.append(plan))
+    out = tmp_path / "b.json"
+    out.write_text("{}")
+    arguments = ["bench", command, "--config-json", str(tiny_config), "--out", str(out)]
+    refused = runner.invoke(app, arguments)
+    assert refused.exit_code == 2 and not plans
+    assert "exists; add --append to keep its rows, --force to replace it" in " ".join(refused.output.split())
+    both = runner.invoke(app, [*arguments, "--append", "--force"])
+    assert both.exit_code == 2 and "give one of them" in both.output and not plans
+    for option in ("--append", "--force"):
+        assert runner.invoke(app, [*arguments, option]).exit_code == 0
+    assert [plan.append for plan in plans] == [True, False]

@@ -125,7 +125,7 @@ def test_mistakes_in_prompt_files(build, tmp_path: Path) -> None:
     for options, text, message in (
         ([], '{"prompt": "a"}\n{"prompt": 3}\n', "line 2: prompt must be a text or a list of messages"),
         ([], '{"prompt": "a"}\n{"text": "a"}\n', "line 2 must have either 'prompt' or 'messages'; it has text"),
-        ([], '{"prompt": "a"}\nb\n', "line 2 is no JSON"),
+        ([], '{"prompt": "a"}\nb\n', "line 2 is no JSON: Expecting value, column 1"),
         ([], '{"messages": [{"role": "user"}]}', "texts 'role' and 'content', got"),
         ([], '{"messages": []}', "messages is empty"),
         ([], "\n \n", "holds no prompts"),

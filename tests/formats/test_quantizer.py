@@ -275,7 +275,7 @@ def test_config_of_another_model(make_llama: MakeLlama, tmp_path: Path) -> None:
 def test_existing_output(make_llama: MakeLlama, tmp_path: Path) -> None:
     folder, out = make_llama(), tmp_path / "out"
     quantize(folder, out)
-    with pytest.raises(FileExistsError, match="use force"):
+    with pytest.raises(FileExistsError, match="use --force"):
         quantize(folder, out, format="nf4")
     quantize(folder, out, format="nf4", force=True)
     assert CheckpointReader(out).quantization.format == "nf4"

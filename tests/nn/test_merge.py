@@ -126,13 +126,13 @@ def test_the_adapter_alone_works_on_stock_transformers(bases: dict[str, Path], t
 def test_what_is_there_is_kept(bases: dict[str, Path], tmp_path: Path) -> None:
     trained(bases["bf16"], tmp_path / "adapter", "bf16")
     export_adapter(tmp_path / "adapter", tmp_path / "a")
-    with pytest.raises(FileExistsError, match="use force"):
+    with pytest.raises(FileExistsError, match="use --force"):
         export_adapter(tmp_path / "adapter", tmp_path / "a")
     export_adapter(tmp_path / "adapter", tmp_path / "a", force=True)
     with pytest.raises(FileExistsError, match="is no adapter folder"):
         export_adapter(tmp_path / "adapter", bases["bf16"], force=True)
     merge_adapter(bases["bf16"], tmp_path / "adapter", tmp_path / "m")
-    with pytest.raises(FileExistsError, match="use force"):
+    with pytest.raises(FileExistsError, match="use --force"):
         merge_adapter(bases["bf16"], tmp_path / "adapter", tmp_path / "m")
     merge_adapter(bases["bf16"], tmp_path / "adapter", tmp_path / "m", force=True)
     assert {p.name for p in tmp_path.iterdir()} == {"adapter", "a", "m"}

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from qerl.formats.base import (
+    SUPPORTED_FORMATS,
     AlreadyQuantizedError,
     CheckpointError,
     FormatError,
@@ -236,6 +237,8 @@ def _checked_format(name: str, method: str) -> WeightFormat | None:
         if method != "rtn":
             raise FormatError(f"format bf16 has no method {method!r}; it only rounds")
         return None
+    if name not in SUPPORTED_FORMATS:
+        raise FormatError(f"unknown weight format {name!r}; supported: {', '.join((*SUPPORTED_FORMATS, 'bf16'))}")
     weight_format = get_format(name)
     check_method(weight_format, method)
     return weight_format

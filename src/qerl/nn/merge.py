@@ -165,9 +165,9 @@ def export_adapter(adapter: str | Path, out: str | Path, *, base: str | None = N
     source, target = AdapterFile(Path(adapter)).folder, Path(out).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         if not force:
-            raise FileExistsError(f"{target} exists; choose another folder or use force")
+            raise FileExistsError(f"{target} exists; choose another folder, or use --force (force=True) to replace it")
         if not (target / ADAPTER_CONFIG).is_file():
-            raise FileExistsError(f"{target} is no adapter folder, so force does not replace it; remove it yourself")
+            raise FileExistsError(f"{target} is no adapter folder, so --force does not replace it; remove it yourself")
     target.parent.mkdir(parents=True, exist_ok=True)
     config = json.loads((source / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     if base is not None:
