@@ -23,7 +23,7 @@ test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m gpu
 
 bench: $(VENV)/.demo
-	$(BIN)/qerl bench kernels --out runs/bench/kernels.json
+	$(BIN)/qerl bench kernels --out runs/bench/kernels.json --force
 
 $(VENV)/.demo: pyproject.toml
 	@echo "setting up $(VENV) (a minute or two)"

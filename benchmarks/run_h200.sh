@@ -12,7 +12,7 @@ rollout() { # model size, then options
     --append --out "$RESULTS/rollout-h200.json" "${COMMON[@]}" "${@:2}"
 }
 
-kernels() { qerl bench kernels --out "$RESULTS/kernels-h200.json" "${COMMON[@]}"; }
+kernels() { qerl bench kernels --force --out "$RESULTS/kernels-h200.json" "${COMMON[@]}"; }
 lora() { qerl bench kernels --parts linears --lora-rank 32 --append --out "$RESULTS/kernels-h200.json" "${COMMON[@]}"; }
 rollout-7b() { rollout 7B --weights nvfp4,bf16 --lora-rank 32,0 --prefill 256x256; }
 rollout-32b() { rollout 32B --weights nvfp4 --lora-rank 32,0 --batch 1,8,64; }

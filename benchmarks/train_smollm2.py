@@ -19,7 +19,9 @@ VARIANTS = {
     "NF4": {"weights": "nf4", "aqn_schedule": "none"},
     "NVFP4": {"weights": "nvfp4", "aqn_schedule": "none"},
     "NVFP4 + AQN": {"weights": "nvfp4", "aqn_schedule": "exponential"},
+    "MXFP4": {"weights": "mxfp4", "aqn_schedule": "none"},
 }
+DEFAULT_VARIANTS = "bf16 LoRA,NF4,NVFP4,NVFP4 + AQN"
 CURVES = ("reward", "length", "entropy", "sigma", "mismatch_mean", "mismatch_max", "ess", "tokens_per_s")
 TIMES = ("time_generate", "time_score", "time_train")
 
@@ -72,7 +74,7 @@ def run_one(model: str, folder: Path, variant: str, seed: int, steps: int) -> di
 
 
 def main() -> None:
-    """Run all variants and seeds, print a table, write the JSON."""
+    """Run the variants and seeds, print a table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -80,8 +82,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--parallel", type=int, default=6)
+    parser.add_argument("--variants", default=DEFAULT_VARIANTS, help=f"with commas, of: {', '.join(VARIANTS)}")
     parser.add_argument("--commit", default="unknown")
     args = parser.parse_args()
+    variants = args.variants.split(",")
+    if not set(variants) <= VARIANTS.keys():
+        parser.error(f"--variants {args.variants!r}: choose from {', '.join(VARIANTS)}")
     from qerl.evaluation.environment import describe_environment
 
     document = {
@@ -93,7 +99,7 @@ def main() -> None:
         "runs": [],
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    jobs = [(variant, seed) for seed in range(args.seeds) for variant in VARIANTS]
+    jobs = [(variant, seed) for seed in range(args.seeds) for variant in variants]
     with concurrent.futures.ThreadPoolExecutor(args.parallel) as pool:
         futures = [pool.submit(run_one, args.model, args.folder, v, s, args.steps) for v, s in jobs]
         for future in concurrent.futures.as_completed(futures):

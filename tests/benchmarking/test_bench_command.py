@@ -69,6 +69,21 @@ def test_an_fp8_cache_is_named_and_counted(tiny_config: Path, tmp_path: Path) ->
     assert saved == 2 * 10 * 3 * 2 * 2 * 2 * 16  # 3 bytes of each number; K and V, 2 layers, 2 heads of 16
 
 
+def test_a_packed_head_is_named_and_counted_once(tiny_config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    arguments = ["--config-json", str(tiny_config), "--head-dtype", "nvfp4", "--batch", "2", "--prompt", "8"]
+    result = runner.invoke(app, ["bench", "rollout", *arguments, "--new", "8", "--out", str(out), "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["head_dtype"] == "nvfp4" and row["parity"] < 1e-5
+    plain = build_subject(tiny_config, weights="nvfp4", lora_rank=0, device="cpu")
+    packed = build_subject(tiny_config, weights="nvfp4", lora_rank=0, head="nvfp4", device="cpu")
+    vocab = plain.geometry.vocab
+    saved = plain.step_bytes(2, 10) - packed.step_bytes(2, 10)
+    assert saved == 4 * vocab * 64 - packed.runner.head.resident_bytes
+    assert plain.step_flops(2, 10) == packed.step_flops(2, 10)
+
+
 def test_long_tailed_lengths(tiny_config: Path, tmp_path: Path) -> None:
     out = tmp_path / "long.json"
     arguments = ["--config-json", str(tiny_config), "--lengths", "lognormal", "--mean-new", "12", "--max-new", "60"]
@@ -147,7 +162,8 @@ def test_kernel_rows(tiny_config: Path, tmp_path: Path) -> None:
         (["rollout", "--config-json", "CONFIG", "--peer", "sglang"], "transformers or vllm"),
         (["kernels", "--model", "7B", "--device", "cpu"], "a GPU"),
         (["kernels", "--model", "9B"], "9B"),
-        (["kernels", "--format", "bf16"], "nvfp4 or nf4"),
+        (["kernels", "--format", "bf16"], "use nvfp4"),
+        (["kernels", "--format", "mxfp4"], "whose kernels serve mxfp4"),
         (["kernels", "--parts", "linears,gemm"], "gemm"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -157,3 +173,23 @@ def test_what_is_refused(arguments: list[str], message: str, tiny_config: Path) 
     result = runner.invoke(app, ["bench", *arguments])
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("command", ["rollout", "kernels"])
+def test_rows_of_an_earlier_file_are_replaced_only_with_force(
+    command: str, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second measurement into the same file used to drop the rows of the first."""
+    plans = []
+    monkeypatch.setattr(f"qerl.benchmarking.run_{command}.run_{command}", lambda plan, say: plans.append(plan))
+    out = tmp_path / "b.json"
+    out.write_text("{}")
+    arguments = ["bench", command, "--config-json", str(tiny_config), "--out", str(out)]
+    refused = runner.invoke(app, arguments)
+    assert refused.exit_code == 2 and not plans
+    assert "exists; add --append to keep its rows, --force to replace it" in " ".join(refused.output.split())
+    both = runner.invoke(app, [*arguments, "--append", "--force"])
+    assert both.exit_code == 2 and "give one of them" in both.output and not plans
+    for option in ("--append", "--force"):
+        assert runner.invoke(app, [*arguments, option]).exit_code == 0
+    assert [plan.append for plan in plans] == [True, False]

@@ -18,7 +18,7 @@ runner = CliRunner()
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Heads of 64, which the decode kernel takes."""
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+    sizes = {"vocab_size": 272, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
     path = tmp_path_factory.mktemp("config") / "small.json"
     path.write_text(json.dumps(tiny_model("qwen2", tied=False, **sizes).config.to_dict(), default=str))
     yield path
@@ -30,11 +30,14 @@ def _keep_logging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qerl.cli.progress.quiet_libraries", lambda: None)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-def test_rollouts_replay_graphs_and_agree_with_transformers(config: Path, tmp_path: Path, kv_dtype: str) -> None:
+@pytest.mark.parametrize(("kv_dtype", "head"), [("auto", "auto"), ("fp8", "auto"), ("auto", "nvfp4")])
+def test_rollouts_replay_graphs_and_agree_with_transformers(
+    config: Path, tmp_path: Path, kv_dtype: str, head: str
+) -> None:
     out = tmp_path / "r.json"
     arguments = ["--config-json", str(config), "--batch", "1,5", "--prompt", "33", "--new", "64", "--out", str(out)]
     arguments += ["--weights", "nvfp4,nf4,bf16", "--lora-rank", "0,8", "--kv-dtype", kv_dtype, "--prefill", "4x65"]
+    arguments += ["--head-dtype", head]
     result = runner.invoke(app, ["bench", "rollout", *arguments])
     assert result.exit_code == 0, result.output
     rows = json.loads(out.read_text())["rows"]

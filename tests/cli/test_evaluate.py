@@ -25,18 +25,19 @@ def test_own_file(build, questions: Path, tmp_path: Path) -> None:
     out = tmp_path / "results"
     arguments = ["eval", "some/model", "--tasks", str(questions), "--task-option", "prompt=plain"]
     arguments += ["--out", str(out), "--weights", "nvfp4", "--adapter", str(tmp_path), "--seed", "3"]
+    arguments += ["--head", "nvfp4"]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "95 % interval" in result.output
     assert f"results: {out}\nreport:  {out / 'report.html'}\n" in result.output
     assert "<h2>Evaluations</h2>" in (out / "report.html").read_text()
-    options = {"weights": "nvfp4", "adapter": str(tmp_path), "device": "auto", "max_model_len": None}
+    options = {"weights": "nvfp4", "head": "nvfp4", "adapter": str(tmp_path), "device": "auto", "max_model_len": None}
     assert build.calls == [("some/model", options)]
     assert (build.engine.sampling.max_tokens, build.engine.sampling.seed) == (512, 3)
     [folder] = [path for path in out.iterdir() if path.is_dir()]
     stored = json.loads((folder / "result.json").read_text())
     assert stored["problems"] == 2
-    assert stored["settings"]["weights"] == "nvfp4"
+    assert stored["settings"]["weights"] == stored["settings"]["head"] == "nvfp4"
     assert stored["settings"]["first_prompt"] == "[user]2+2[assistant]"
 
 

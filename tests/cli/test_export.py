@@ -48,7 +48,7 @@ def test_merged_takes_model_and_weights_from_the_run(run: Path, tmp_path: Path) 
     assert files[0].keys() == files[1].keys()
     assert not torch.equal(files[0][name], files[1][name])
     again = runner.invoke(app, ["export", str(run), str(tmp_path / "merged")])
-    assert again.exit_code == 2 and "use force" in again.output
+    assert again.exit_code == 2 and "use --force" in again.output
     assert runner.invoke(app, ["export", str(run), str(tmp_path / "merged"), "--force"]).exit_code == 0
 
 

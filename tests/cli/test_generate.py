@@ -23,9 +23,9 @@ def test_one_prompt_prints_the_bare_completion(build) -> None:
 
 
 def test_raw_prompt_from_stdin(build) -> None:
-    result = runner.invoke(app, ["generate", "m", "--raw", "--device", "cpu"], input="a\nb\n")
+    result = runner.invoke(app, ["generate", "m", "--raw", "--device", "cpu", "--head", "nvfp4"], input="a\nb\n")
     assert result.output == "a\nb0\n"
-    assert build.calls[0][1]["device"] == "cpu"
+    assert build.calls[0][1]["device"] == "cpu" and build.calls[0][1]["head"] == "nvfp4"
 
 
 def test_several_completions_are_told_apart(build) -> None:
@@ -125,7 +125,7 @@ def test_mistakes_in_prompt_files(build, tmp_path: Path) -> None:
     for options, text, message in (
         ([], '{"prompt": "a"}\n{"prompt": 3}\n', "line 2: prompt must be a text or a list of messages"),
         ([], '{"prompt": "a"}\n{"text": "a"}\n', "line 2 must have either 'prompt' or 'messages'; it has text"),
-        ([], '{"prompt": "a"}\nb\n', "line 2 is no JSON"),
+        ([], '{"prompt": "a"}\nb\n', "line 2 is no JSON: Expecting value, column 1"),
         ([], '{"messages": [{"role": "user"}]}', "texts 'role' and 'content', got"),
         ([], '{"messages": []}', "messages is empty"),
         ([], "\n \n", "holds no prompts"),

@@ -142,7 +142,7 @@ def test_folder_that_is_no_run_says_what_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("metrics.jsonl", "{]\n", r"metrics\.jsonl, line 1: not valid JSON"),
+        ("metrics.jsonl", "{]\n", r"metrics\.jsonl, line 1: not valid JSON \([^:]*, column 2\)"),
         ("metrics.jsonl", "[1]\n", r"metrics\.jsonl, line 1: a JSON list"),
         ("metrics.jsonl", '{"reward": 1}\n', "step = None"),
         ("summary.json", "{", r"summary\.json is not valid JSON"),

@@ -240,7 +240,7 @@ def test_metadata_without_packed_tensors(tmp_path: Path) -> None:
         ({"quant_method": "gptq"}, "'gptq'.*supported: compressed-tensors, modelopt, bitsandbytes"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "'FP8'.*NVFP4"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "group_size 32"),
-        ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}, "mxfp4-pack-quantized"),
+        ({"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}, "mxfp8-quantized.*mxfp4-pack"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_4bit=None"),
         (quantization_config("nvfp4", []) | {"transform_config": {"config_groups": {"R1": {}}}}, "transform"),
         (quantization_config("nvfp4", []) | {"sparsity_config": {"format": "sparse-24"}}, "sparsity"),

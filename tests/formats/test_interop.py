@@ -90,6 +90,62 @@ def test_theirs_loads_in_ours_with_equal_values(make_llama: MakeLlama, tmp_path:
         assert torch.equal(mine, theirs[f"{module}.weight"]), module
 
 
+def test_mxfp4_loads_in_transformers_with_equal_weights(make_llama: MakeLlama, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    from transformers import CompressedTensorsConfig
+
+    folder, out = make_llama(tie_word_embeddings=True, intermediate_size=144), tmp_path / "out"
+    report = quantize(folder, out, format="mxfp4", max_shard_bytes=30_000)
+    state = load_transformers(out, quantization_config=CompressedTensorsConfig(dequantize=True))
+    source, result = load_transformers(folder), CheckpointReader(out)
+    assert len(report.quantized) == 12 and len(report.kept) == 3  # 144 is no multiple of 32
+    for name in source:
+        module = name.removesuffix(".weight")
+        if module in report.quantized:
+            expected = get_format("mxfp4").dequantize(result.load_packed(module), torch.bfloat16)
+        else:
+            expected = source[name]
+        assert torch.equal(state[name], expected), name
+
+
+def test_mxfp4_of_the_library_loads_in_ours_with_equal_values(make_llama: MakeLlama, tmp_path: Path) -> None:
+    """Compressed by the library and described by its own config, with the zp_dtype of its preset."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    folder = make_llama(tie_word_embeddings=True)
+    scheme = preset_name_to_scheme("MXFP4A16", ["Linear"])
+    scheme.format = "mxfp4-pack-quantized"
+    compressor = BaseCompressor.get_value_from_registry("mxfp4-pack-quantized")
+    tensors, decoded = load_file(folder / "model.safetensors"), {}
+    for module in [name.removesuffix(".weight") for name in tensors if "_proj" in name]:
+        weight = tensors.pop(f"{module}.weight")
+        blocks = weight.reshape(len(weight), -1, 32)
+        scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), scheme.weights)
+        parts = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+        tensors |= {f"{module}.{key}": value for key, value in parts.items()}
+        decoded[module] = compressor.decompress(dict(parts), scheme)["weight"].bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    section = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        ignore=["lm_head"],
+        format="mxfp4-pack-quantized",
+        quantization_status="compressed",
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = json.loads(section.model_dump_json())
+    (folder / "config.json").write_text(json.dumps(config))
+
+    reader = CheckpointReader(folder)
+    assert reader.quantization is not None and reader.quantization.format == "mxfp4"
+    assert sorted(reader.packed_modules()) == sorted(decoded)
+    for module, theirs in decoded.items():
+        mine = get_format("mxfp4").dequantize(reader.load_packed(module), torch.bfloat16)
+        assert torch.equal(mine, theirs), module
+
+
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 @pytest.mark.parametrize("tied", [True, False])
 def test_nf4_loads_in_transformers_with_equal_weights(make_llama: MakeLlama, tmp_path: Path, tied: bool) -> None:

@@ -304,7 +304,7 @@ def test_empty_group() -> None:
 
 
 def test_unknown_names_list_the_supported_ones() -> None:
-    with pytest.raises(FormatError, match=r"'int4'.*nvfp4, nf4"):
+    with pytest.raises(FormatError, match=r"'int4'.*nvfp4, nf4, mxfp4"):
         get_format("int4")
     with pytest.raises(FormatError, match=r"'gptq'.*rtn, mse"):
         FORMAT.quantize([torch.randn(2, 16)], "gptq")

@@ -45,16 +45,25 @@ def test_user_errors_are_one_line_and_exit_code_two(
     folder, out = str(make_llama()), str(tmp_path / "out")
     assert CliRunner().invoke(app, [folder, out]).exit_code == 0
     for arguments, text in (
-        ([folder, out], "use force"),
+        ([folder, out], "use --force"),
         ([str(tmp_path / "absent"), out + "2"], "no checkpoint folder"),
-        ([folder, out + "2", "--format", "int3"], "unknown weight format 'int3'"),
+        ([folder, out + "2", "--format", "int3"], "unknown weight format 'int3'; supported: nvfp4, nf4, mxfp4, bf16"),
         ([out, out + "2"], "already quantized"),
     ):
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 2
-        assert text in result.output
+        assert text in " ".join(result.output.split())
         assert "Traceback" not in result.output
     assert CliRunner().invoke(app, [folder, out, "--force"]).exit_code == 0
+
+
+def test_mxfp4_takes_its_own_bits(make_llama: Callable[..., Path], tmp_path: Path, app: typer.Typer) -> None:
+    folder, out = str(make_llama()), tmp_path / "out"
+    result = CliRunner().invoke(app, [folder, str(out), "--format", "mxfp4"])
+    assert result.exit_code == 0, result.output
+    assert "mxfp4 (rtn)" in result.output and "4.250" in result.output
+    refused = CliRunner().invoke(app, [folder, str(out) + "2", "--format", "mxfp4", "--method", "mse"])
+    assert refused.exit_code == 2 and "mxfp4 has no method 'mse'" in refused.output
 
 
 def test_importing_the_command_does_not_import_torch() -> None:

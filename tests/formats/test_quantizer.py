@@ -29,7 +29,7 @@ MakeLlama = Callable[..., Path]
 ATTENTION = "model.layers.1.self_attn"
 
 
-@pytest.mark.parametrize("format_name", ["nvfp4", "nf4"])
+@pytest.mark.parametrize("format_name", ["nvfp4", "nf4", "mxfp4"])
 @pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
 def test_every_weight_is_packed_as_the_format_does(
     make_llama: MakeLlama, tmp_path: Path, format_name: str, shard_size: str
@@ -275,7 +275,7 @@ def test_config_of_another_model(make_llama: MakeLlama, tmp_path: Path) -> None:
 def test_existing_output(make_llama: MakeLlama, tmp_path: Path) -> None:
     folder, out = make_llama(), tmp_path / "out"
     quantize(folder, out)
-    with pytest.raises(FileExistsError, match="use force"):
+    with pytest.raises(FileExistsError, match="use --force"):
         quantize(folder, out, format="nf4")
     quantize(folder, out, format="nf4", force=True)
     assert CheckpointReader(out).quantization.format == "nf4"

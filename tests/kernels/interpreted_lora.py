@@ -42,3 +42,4 @@ def test_splits_follow_from_shapes() -> None:
     assert launch.num_splits(8, 32, 18944, 132) == 32
     assert launch.num_splits(256, 64, 3584, 132) == 8
     assert launch.num_splits(1, 8, 100, 132) == 1
+    assert launch.num_splits(0, 8, 100, 132) == 1

@@ -6,7 +6,7 @@ from kernel_cases import exact_weight, join_segments, make_group, rms_ratio, rou
 
 from qerl.formats.base import PackedTensor, get_format
 from qerl.kernels.quant_matmul import launch, paths, reference
-from qerl.kernels.quant_matmul.config import FewRowsConfig
+from qerl.kernels.quant_matmul.config import FEW_ROWS, FewRowsConfig
 from qerl.kernels.quant_matmul.weight import GroupWeight
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -58,6 +58,54 @@ def test_few_rows(name: str, m: int, slices: int) -> None:
         expected += bias.double()
     assert y.shape == (m, weight.out_features)
     assert rms_ratio(y, expected) <= rounded_once(expected, torch.bfloat16)
+
+
+@pytest.mark.parametrize("slices", [1, 3], ids=["whole", "split"])
+@pytest.mark.parametrize("m", [1, 7])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_few_rows_in_fp32(name: str, m: int, slices: int) -> None:
+    weight = WEIGHTS[name]()
+    x = torch.randn(m, weight.in_features).bfloat16()
+    bias = torch.randn(weight.out_features).bfloat16() if m == 7 else None
+    config = FewRowsConfig(block_n=32, block_k=64, slices=slices, num_warps=4, num_stages=3)
+    y = launch.few_rows_matmul(x, weight, bias, config, torch.float32)
+    expected = x.double() @ exact_weight(weight).t() + (0 if bias is None else bias.double())
+    assert y.dtype == torch.float32 and rms_ratio(y, expected) < 1e-6
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("uniform", [True, False], ids=["one-scale", "own-scales"])
+@pytest.mark.parametrize("weight_format", ["nvfp4", "nf4"])
+def test_blocks_of_rows(weight_format: str, uniform: bool, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = make_group(weight_format, (80, 9, 33), 192, uniform)
+    monkeypatch.setattr(paths, "BLOCK_BYTES", 40 * 192 * 4)
+    x, dy = torch.randn(13, 192), torch.randn(13, 122)
+    bias = torch.randn(122) if with_bias else None
+    exact = exact_weight(weight)
+    expected = x.double() @ exact.t() + (0 if bias is None else bias.double())
+    assert rms_ratio(paths.blockwise_matmul(x, weight, bias), expected) < 1e-6
+    assert rms_ratio(paths.blockwise_matmul_dx(dy, weight), dy.double() @ exact) < 1e-6
+    if weight_format == "nvfp4":
+        blocks = [(rows.start, rows.stop) for rows, _, _ in paths._dense_blocks(weight, torch.float32)]
+        assert blocks == [(0, 32), (32, 64), (64, 80), (80, 89), (89, 121), (121, 122)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_only_wider_results_come_in_blocks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group larger than a block is dequantized at once where the result has the dtype of the operand."""
+    weight, shapes, plain = make_group("nvfp4", (80, 48), 192), [], paths.dequantize_into
+    monkeypatch.setattr(paths, "BLOCK_BYTES", 40 * 192 * dtype.itemsize)
+
+    def recorded(part: GroupWeight, out: torch.Tensor) -> None:
+        shapes.append(tuple(out.shape))
+        plain(part, out)
+
+    monkeypatch.setattr(paths, "dequantize_into", recorded)
+    x, dy = torch.randn(FEW_ROWS + 1, 192).to(dtype), torch.randn(3, 128).to(dtype)
+    for out_dtype in (None, dtype):
+        y, dx = paths.matmul(x, weight, None, None, out_dtype), paths.matmul_dx(dy, weight, out_dtype)
+        assert y.dtype == dx.dtype == dtype
+    assert shapes == 4 * [(128, 192)]
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])

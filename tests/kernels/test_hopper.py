@@ -17,14 +17,19 @@ from qerl.kernels.quant_matmul import (
     quant_matmul,
     quant_matmul_dx,
     tiles_supported,
+    to_tiles,
+    workspace_bytes,
 )
 from qerl.kernels.quant_matmul.hopper_plan import SHARED_BYTES, FewRowsPlan, all_many_rows_plans
 from qerl.kernels.rms_norm import add_rms_norm, rms_norm
+from qerl.nn.random_weights import random_packed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 # Ragged everywhere: windows that fill no unit, tiles that fill no block, fewer units than multiprocessors.
 GROUPS = [((16,), 64, True), ((304, 16, 48), 1088, False), ((576, 192, 192), 576, True), ((512,), 18944, True)]
 GROUP_IDS = ["one-tile", "own-scales", "smollm2-qkv", "long-k"]
+# Tensor cores round every addition of a long sum toward zero; a rounding to bf16 would be 1.7e-3.
+FP32_BOUND = 1e-4
 ROWS = [1, 3, 8, 9, 16, 17, 40, 64, 100, 128, 200, 300, MANY_ROWS + 1]
 
 
@@ -75,6 +80,10 @@ def test_product_bias_and_lora(weight: tuple[GroupWeight, torch.Tensor], m: int)
                 expected, torch.bfloat16
             )
             assert torch.equal(y, quant_matmul(x, packed, offset, lora))
+            wide = quant_matmul(x, packed, offset, lora, torch.float32)
+            assert wide.dtype == torch.float32 and rms_ratio(wide, expected) < FP32_BOUND
+            if m <= MANY_ROWS and offset is None:  # the same sums, one of them rounded at the end
+                assert torch.equal(wide.bfloat16(), y)
 
 
 def _plans() -> list:
@@ -100,6 +109,10 @@ def test_every_kernel(weight: tuple[GroupWeight, torch.Tensor], plan) -> None:  
         expected = x.double() @ exact.t()
         assert rms_ratio(y, expected) <= 1.03 * rounded_once(expected, torch.bfloat16)
         assert not hopper._workspace(x.device)[1].any()  # counters are zero between launches
+        wide = torch.full((m + 1, n), float("nan"), device="cuda")
+        (hopper.run_few_rows if few else hopper.run_many_rows)(plan, x, packed, None, None, wide[:m])
+        assert rms_ratio(wide[:m], expected) < FP32_BOUND and torch.equal(wide[:m].bfloat16(), y)
+        assert wide[m].isnan().all()  # nothing is written past the last row
 
 
 def test_dequantize_and_dx(weight: tuple[GroupWeight, torch.Tensor]) -> None:
@@ -116,16 +129,28 @@ def test_dequantize_and_dx(weight: tuple[GroupWeight, torch.Tensor]) -> None:
     dy = torch.randn(70, packed.out_features, device="cuda").bfloat16()
     expected = dy.double() @ exact
     assert rms_ratio(quant_matmul_dx(dy, packed), expected) <= 1.2 * rounded_once(expected, torch.bfloat16)
+    wide = quant_matmul_dx(dy, packed, torch.float32)
+    assert wide.dtype == torch.float32 and rms_ratio(wide, expected) < FP32_BOUND
     x = torch.randn(5, packed.in_features, device="cuda")
     assert rms_ratio(quant_matmul(x, packed), x.double() @ exact.t()) < 2e-6
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 16, 64), (5, 24, 3584), (64, 96, 5120), (200, 96, 3584), (512, 32, 18944)], ids=str
+    "shape",
+    [
+        (1, 16, 64),
+        (5, 24, 3584),
+        (64, 96, 5120),
+        (200, 96, 3584),
+        (512, 32, 18944),
+        (512, 256, 28672),
+    ],  # workspace full
+    ids=str,
 )
 @pytest.mark.usefixtures("poisoned_memory")
 def test_lora_shrink(shape: tuple[int, int, int]) -> None:
     m, r, k = shape
+    assert not hopper._workspace(torch.device("cuda", 0))[1].any()
     x, a = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(r, k, device="cuda").bfloat16() / 60
     u, expected = lora_shrink(x, a), x.double() @ a.double().t()
     assert rms_ratio(u, expected) <= 1.03 * rounded_once(expected, torch.bfloat16)
@@ -165,3 +190,24 @@ def test_chains_in_graphs(weight: tuple[GroupWeight, torch.Tensor], m: int, over
         graph.replay()
         assert all(torch.equal(y, wanted) for y, wanted in zip(outputs, chain(False), strict=True))
         assert not hopper._workspace(x.device)[1].any()
+
+
+@pytest.mark.parametrize("shape", [(152064, 3584), (49152, 576)], ids=str)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_the_logits_of_a_head(shape: tuple[int, int]) -> None:
+    from qerl.kernels.quant_matmul.paths import BLOCK_BYTES
+
+    n, k = shape
+    packed = random_packed("nvfp4", n, k, "cuda", torch.Generator("cuda").manual_seed(0))
+    tiles = to_tiles(packed.codes, packed.block_scale)
+    divisor = float(packed.global_scale)
+    weight = GroupWeight("nvfp4", (n,), k, tiles, None, packed.global_scale, 1.0 / divisor)
+    exact = dequantize(weight).double() / divisor
+    for m in (1, 2, 8, 16, 64, 220, 300):
+        x = torch.randn(m, k, device="cuda").bfloat16()
+        assert rms_ratio(quant_matmul(x, weight, out_dtype=torch.float32), x.double() @ exact.t()) < FP32_BOUND
+    dy = torch.randn(220, n, device="cuda").bfloat16()
+    before = workspace_bytes(dy.device)
+    dx = quant_matmul_dx(dy, weight, torch.float32)
+    assert rms_ratio(dx, dy.double() @ exact) < 3 * FP32_BOUND  # sums of 30,000 products
+    assert workspace_bytes(dy.device) <= max(before, BLOCK_BYTES)

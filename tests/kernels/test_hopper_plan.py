@@ -2,25 +2,32 @@
 
 import importlib.util
 import re
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from qerl.kernels import paged_attention
-from qerl.kernels.quant_matmul import hopper, hopper_plan
+from qerl.kernels.quant_matmul import GroupWeight, LoraUpdate, hopper, hopper_plan
 from qerl.kernels.quant_matmul.hopper_plan import (
+    COUNTERS,
     FEW_ROWS,
     MANY_ROWS,
     SHARED_BYTES,
     all_many_rows_plans,
     few_rows_plan,
     many_rows_plan,
+    shrink_plan,
+    workspace_bytes,
 )
 
 SOURCES = Path(hopper.__file__).parent / "cuda"
 SHAPES = [
     (4608, 3584), (37888, 3584), (3584, 18944), (7168, 5120), (55296, 5120), (5120, 27648), (960, 576), (576, 1536),
     (16, 64), (57344, 8192), (8192, 28672),
+    # Output heads.
+    (152064, 3584), (152064, 5120), (151936, 2048), (128256, 8192), (49152, 576), (262144, 5376),
 ]  # fmt: skip
 SMS = [132, 114, 78]
 
@@ -28,10 +35,15 @@ SMS = [132, 114, 78]
 def entry_points(source: str) -> set[str]:
     """Names that the instantiating macros of a ``.cu`` file make."""
     text = (SOURCES / source).read_text()
-    if source == "few_rows.cu":
-        names = {f"few_rows_{w}_{s}" for w, s in re.findall(r"^KERNEL\((\d+), (\d+)\)", text, re.M)}
-        return names | {f"few_rows_{w}_{s}_pair" for w, s in re.findall(r"^PAIRED_KERNEL\((\d+), (\d+)\)", text, re.M)}
-    return {"many_rows_" + "_".join(v.split(", ")) for v in re.findall(r"^KERNEL\((\d+(?:, \d+)+)\)", text, re.M)}
+    names = set()
+    for macro, pattern in re.findall(r"#define (\w+)\(.*?__ \w.*?((?:few|many)_rows_##[\w#]+)\(", text, re.S):
+        parameters = re.search(rf"#define {macro}\((.*?)\)", text).group(1).split(", ")
+        for values in re.findall(rf"^{macro}\((\d+(?:, \d+)+)\)", text, re.M):
+            name = pattern
+            for parameter, value in zip(parameters, values.split(", "), strict=True):
+                name = name.replace(f"##{parameter}", value)
+            names.add(name.replace("##", ""))
+    return names
 
 
 @pytest.mark.parametrize("sms", SMS)
@@ -43,8 +55,10 @@ def test_plans_fit_the_gpu_and_name_a_kernel(shape: tuple[int, int], sms: int) -
         if plan is not None:
             assert plan.name in entry_points("few_rows.cu")
             assert plan.shared_bytes(m, n, k, sms) <= SHARED_BYTES
-            assert 0 < plan.group(sms) * plan.slices <= sms and (not plan.pair or plan.group(sms) % 2 == 0)
-            assert plan.slices * (n // 16) * 512 <= _partial_bytes(sms) and n // 16 <= hopper._COUNTERS
+            group = plan.group(n, sms)
+            assert 0 < group * plan.slices <= sms
+            assert group % 2 == 0 if plan.pair else group <= n // 16  # a block without tiles waits for x only in pairs
+            assert plan.slices * (n // 16) * 512 <= workspace_bytes(sms) and n // 16 <= COUNTERS
     for m in (FEW_ROWS + 1, 16, 17, 33, 64, 65, 128, 129, 300, 1000, MANY_ROWS):
         plan = many_rows_plan(m, n, k, sms)
         assert plan.name in entry_points("many_rows.cu") and plan.shared_bytes <= SHARED_BYTES
@@ -52,16 +66,108 @@ def test_plans_fit_the_gpu_and_name_a_kernel(shape: tuple[int, int], sms: int) -
         assert 0 < grid <= sms
         # Divisions in the kernel are unsigned 32 bit.
         assert plan.tiles(m, n) * units * grid < 2**32
-        assert plan.whole or plan.tiles(m, n) * plan.groups * 4 <= hopper._COUNTERS
+        assert plan.whole or plan.tiles(m, n) * plan.groups * 4 <= COUNTERS
         assert m <= plan.tokens * -(-m // plan.tokens) and plan.tokens < max(2 * m, 17)
 
 
-def _partial_bytes(sms: int) -> int:
-    return max(plan.partial_bytes(sms) for plan in all_many_rows_plans())
+@pytest.mark.parametrize("sms", SMS)
+@pytest.mark.parametrize("ranks", [8, 96, 192, 512, 768])
+@pytest.mark.parametrize("k", [64, 3584, 8192, 18944, 28672])
+def test_the_shrink_stays_inside_its_workspace(k: int, ranks: int, sms: int) -> None:
+    for m in (1, 8, 9, 32, 33, 257, 512):
+        blocks, slices = shrink_plan(m, ranks, k, sms)
+        places = -(-ranks // 16) * -(-m // (8 * blocks)) * blocks
+        assert f"KERNEL({blocks}, " in (SOURCES / "lora_shrink.cu").read_text()
+        assert 1 <= slices <= k // 32 and places <= COUNTERS
+        assert slices == 1 or slices * places * 512 <= workspace_bytes(sms)
+
+
+def test_the_shrink_of_usual_shapes_is_cut_as_measured() -> None:
+    assert shrink_plan(8, 96, 3584, 132) == (1, 4)
+    assert shrink_plan(64, 32, 18944, 132) == (8, 62)
+    assert shrink_plan(512, 256, 28672, 132)[1] < 94  # where the whole cut would not fit
+
+
+@pytest.mark.parametrize("m", [9, 64, 500, MANY_ROWS])
+def test_rows_as_many_as_a_vocabulary_can_be_counted(m: int) -> None:
+    assert many_rows_plan(m, 262144, 8192, 132).fits(m, 262144, 8192, 132)
+
+
+WEIGHT = GroupWeight("nvfp4", (16,), 64, torch.zeros(1, 1, 576, dtype=torch.uint8), None, torch.ones(1), 1.0)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def arrivals(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """Counters of a workspace on the CPU."""
+    counters = torch.zeros(hopper._COUNTERS, dtype=torch.int32)
+    monkeypatch.setattr(hopper, "_workspace", lambda device: (counters, counters))
+    monkeypatch.setattr(hopper, "_open_pairs", {})
+    return counters
+
+
+def announced(slot: int | None) -> int | None:
+    """Where a product with this slot would wait."""
+    x, y = torch.zeros(1, 64, dtype=torch.bfloat16), torch.zeros(1, 16, dtype=torch.bfloat16)
+    update = LoraUpdate(torch.zeros(1, 8), torch.zeros(128), ((0, 8, 0),), slot)
+    found = hopper._params(x, WEIGHT, None, update, y).lora.announced
+    hopper._end_pair(CPU, update)
+    return found
+
+
+def test_a_product_waits_for_the_shrink_before_it_only(arrivals: torch.Tensor) -> None:
+    with pytest.raises(hopper.UnannouncedSlotError, match="slot 5"):
+        announced(5)
+    assert hopper._begin_pair(CPU, arrivals, 5) == arrivals[-12:].data_ptr() == announced(5)
+    with pytest.raises(hopper.UnannouncedSlotError, match="slot 5"):
+        announced(5)  # its announcement was taken down
+    assert hopper._begin_pair(CPU, arrivals, None) is None and announced(None) is None
+    assert not hopper._open_pairs
+
+
+@pytest.mark.parametrize("then", ["shrink", "plain shrink", "product", "another slot"])
+def test_a_shrink_without_its_product_leaves_no_announcement(then: str, arrivals: torch.Tensor) -> None:
+    hopper._begin_pair(CPU, arrivals, 3)
+    arrivals[-8:-6] = 1  # announced, and the product raised
+    if then == "another slot":
+        with pytest.raises(hopper.UnannouncedSlotError):
+            announced(4)
+    elif then == "product":
+        announced(None)
+    else:
+        hopper._begin_pair(CPU, arrivals, 3 if then == "shrink" else None)
+    assert not arrivals.any()
+
+
+def test_threads_have_pairs_of_their_own(arrivals: torch.Tensor) -> None:
+    hopper._begin_pair(CPU, arrivals, 3)
+    arrivals[-8] = 1
+    other = threading.Thread(target=hopper._begin_pair, args=(CPU, arrivals, 4))
+    other.start()
+    other.join()
+    assert arrivals[-8] == 1 and len(hopper._open_pairs) == 2
+    assert announced(3) == arrivals[-8:].data_ptr()
+
+
+def test_a_missing_library_means_the_other_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """cuda.bindings raises a RuntimeError of its own where NVRTC cannot be loaded."""
+
+    def missing(source: Path, index: int) -> object:
+        raise RuntimeError("libnvrtc.so was not found")
+
+    monkeypatch.setattr(hopper, "load_module", missing)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.delenv(hopper.DISABLE_VARIABLE, raising=False)
+    assert not hopper._is_supported.__wrapped__(0)
+    assert "libnvrtc.so was not found" in caplog.text
 
 
 def test_every_shape_of_tile_is_compiled() -> None:
     assert {plan.name for plan in all_many_rows_plans()} == entry_points("many_rows.cu")
+    for source in ("few_rows", "many_rows"):  # the same kernels with an fp32 result
+        assert {f"{name}_wide" for name in entry_points(f"{source}.cu")} == entry_points(f"{source}_wide.cu")
     assert all(plan.shared_bytes <= SHARED_BYTES for plan in all_many_rows_plans())
 
 
@@ -77,12 +183,11 @@ def test_the_choice_on_an_h200() -> None:
 
 
 ATTENTION = Path(paged_attention.hopper.__file__).parent / "cuda" / "decode.cu"
+PRODUCTS = ("few_rows", "many_rows", "few_rows_wide", "many_rows_wide", "dequantize", "lora_shrink")
 
 
 @pytest.mark.parametrize(
-    "source",
-    [*(SOURCES / f"{name}.cu" for name in ("few_rows", "many_rows", "dequantize", "lora_shrink")), ATTENTION],
-    ids=lambda source: source.stem,
+    "source", [*(SOURCES / f"{name}.cu" for name in PRODUCTS), ATTENTION], ids=lambda source: source.stem
 )
 def test_nvrtc_compiles_without_a_gpu(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("cuda.bindings") is None:
@@ -96,6 +201,8 @@ def test_nvrtc_compiles_without_a_gpu(source: Path, tmp_path: Path, monkeypatch:
         if "cannot compile" in str(error):
             raise
         pytest.skip(f"NVRTC is not installed: {error}")
-    assert cubin[:4] == b"\x7fELF" and source.stem.encode() in cubin
+    assert cubin[:4] == b"\x7fELF"
+    names = entry_points(source.name) if source.parent == SOURCES else set()
+    assert all(name.encode() in cubin for name in names or {source.stem})
     (cached,) = (tmp_path / "qerl" / "kernels").iterdir()
     assert cached.read_bytes() == cubin == compile_cubin(source)

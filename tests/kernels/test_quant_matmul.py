@@ -1,5 +1,7 @@
 """Quantized matmuls: the CPU reference and its errors, and on a GPU both CUDA paths."""
 
+import dataclasses
+
 import pytest
 import torch
 from kernel_cases import exact_weight, make_group, rms_ratio, rounded_once
@@ -12,6 +14,7 @@ from qerl.kernels.quant_matmul import (
     quant_matmul,
     quant_matmul_dx,
     reserve_workspace,
+    to_tiles,
     workspace_bytes,
 )
 from qerl.kernels.quant_matmul.config import few_rows_block_m, few_rows_config
@@ -49,6 +52,30 @@ def test_bf16_is_rounded_once_after_bias() -> None:
     x, bias = torch.randn(5, 128).bfloat16(), torch.randn(32).bfloat16()
     expected = _exact(x, weight) + bias.double()
     assert rms_ratio(quant_matmul(x, weight, bias), expected) <= rounded_once(expected, torch.bfloat16)
+
+
+def test_fp32_results_of_bf16_operands_are_not_rounded() -> None:
+    weight = make_group("nvfp4", (33, 1, 5), 144, uniform=False)
+    x, dy = torch.randn(5, 144).bfloat16(), torch.randn(2, 3, 39).bfloat16()
+    y, dx = quant_matmul(x, weight, out_dtype=torch.float32), quant_matmul_dx(dy, weight, torch.float32)
+    assert y.dtype == dx.dtype == torch.float32 and dx.shape == (2, 3, 144)
+    assert rms_ratio(y, _exact(x, weight)) < FP32_BOUND
+    assert rms_ratio(dx, dy.double() @ exact_weight(weight)) < FP32_BOUND
+    assert torch.equal(quant_matmul(x, weight, out_dtype=torch.bfloat16), quant_matmul(x, weight))
+    with pytest.raises(ActivationDtypeError, match=r"out_dtype must be float32 .*bfloat16, got torch.float64"):
+        quant_matmul(x, weight, out_dtype=torch.float64)
+
+
+def test_rows_of_a_weight() -> None:
+    weight = make_group("nvfp4", (32, 16), 64, uniform=False)
+    whole, part = dequantize(weight), weight.rows(36, 48)
+    assert part.segments == (12,) and torch.equal(part.global_scale, weight.global_scale[1:])
+    assert torch.equal(dequantize(part), whole[36:48])
+    tiled = dataclasses.replace(weight, codes=to_tiles(weight.codes, weight.block_scale), block_scale=None)
+    assert torch.equal(dequantize(tiled.rows(16, 32)), whole[16:32])
+    for first, last in ((16, 33), (48, 64), (8, 8)):
+        with pytest.raises(ValueError, match="in no single segment"):
+            weight.rows(first, last)
 
 
 def test_non_contiguous_activations() -> None:
@@ -102,6 +129,9 @@ def test_ops_are_well_formed_for_torch_compile(weight_format: str, checks: tuple
         ops.quant_matmul, (torch.randn(3, 192), *parts, None, None, None, [], None), test_utils=checks
     )
     torch.library.opcheck(ops.quant_matmul_dx, (torch.randn(3, 39), *parts), test_utils=checks)
+    wide = (torch.randn(3, 192).bfloat16(), *parts, None, None, None, [], None, True)
+    torch.library.opcheck(ops.quant_matmul, wide, test_utils=checks)
+    torch.library.opcheck(ops.quant_matmul_dx, (torch.randn(3, 39).bfloat16(), *parts, True), test_utils=checks)
     torch.library.opcheck(ops.dequantize, (torch.zeros(39, 192), *parts), test_utils=checks)
 
 
@@ -175,6 +205,29 @@ def test_gpu_fp32_and_bias(group: tuple, m: int) -> None:
     y = quant_matmul(x.bfloat16(), weight, bias.bfloat16())
     expected = _exact(x.bfloat16(), weight) + bias.bfloat16().double()
     assert rms_ratio(y, expected) <= 1.05 * rounded_once(expected, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", GPU_ROWS)
+@pytest.mark.parametrize("group", GPU_GROUPS, ids=GPU_IDS)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_gpu_fp32_results_of_bf16_operands(group: tuple, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qerl.kernels.quant_matmul import paths
+
+    weight = make_group(*group, device="cuda")
+    x = torch.randn(m, weight.in_features, device="cuda").bfloat16()
+    dy = torch.randn(m, weight.out_features, device="cuda").bfloat16()
+    bias = torch.randn(weight.out_features, device="cuda").bfloat16()
+    for block_bytes in (paths.BLOCK_BYTES, 100 * weight.in_features * 2):
+        monkeypatch.setattr(paths, "BLOCK_BYTES", block_bytes)
+        y, dx = quant_matmul(x, weight, out_dtype=torch.float32), quant_matmul_dx(dy, weight, torch.float32)
+        assert y.dtype == dx.dtype == torch.float32
+        # Tensor cores round every addition of a long sum toward zero; a rounding to bf16 would be 1.7e-3.
+        assert rms_ratio(y, _exact(x, weight)) < 1e-4
+        assert rms_ratio(dx, dy.double() @ exact_weight(weight)) < 1e-4
+        offset = quant_matmul(x, weight, bias, out_dtype=torch.float32)
+        assert rms_ratio(offset, _exact(x, weight) + bias.double()) < 1e-4
+        assert torch.equal(y, quant_matmul(x, weight, out_dtype=torch.float32))
 
 
 @pytest.mark.gpu

@@ -1,12 +1,18 @@
 """A group whose buffer holds tiles: same bytes, same values, rows wherever it is read from outside."""
 
+import copy
+import dataclasses
+import itertools
+import pickle
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import qerl.nn.group
 from qerl.formats.base import PackedTensor, get_format
 from qerl.nn.group import WeightGroup
-from qerl.nn.linear import QuantLinear
+from qerl.nn.linear import QuantLinear, _QuantLoraMatmul
 
 SEGMENTS, K = (48, 16, 32), 128
 
@@ -72,6 +78,39 @@ def test_a_move_to_a_device_without_the_kernels_brings_rows_back() -> None:
     assert_holds(group, packed)
 
 
+def test_copies_and_pickles_carry_the_packed_bytes_only() -> None:
+    group, packed = make_group()
+    group._to_tiles()
+    group.dense()
+    for copied in (copy.deepcopy(group), pickle.loads(pickle.dumps(group))):
+        assert copied._dense is None and copied._views is None and group._dense is not None
+        assert copied.layout == "tiles" and copied.packed.data_ptr() != group.packed.data_ptr()
+        assert_holds(copied, packed)
+    assert len(pickle.dumps(group)) < 2 * group.resident_bytes + 4096
+
+
+def test_a_capture_is_void_once_a_value_it_holds_changes() -> None:
+    """Graphs hold the scale of a group by value: other weights in the same buffer must not be read with the old one."""
+    group, packed = make_group()
+    key = group.capture_key()
+    assert key == group.capture_key()
+    group._to_tiles()
+    assert group.capture_key() != key
+    key = group.capture_key()
+    for index, member in enumerate(packed):
+        group.load_segment(index, dataclasses.replace(member, global_scale=2 * member.global_scale))
+    assert group.capture_key()[:2] == key[:2] and group.capture_key() != key
+
+
+def test_a_segment_has_its_own_scale_without_asking_the_device() -> None:
+    group, packed = make_group()
+    group.load_segment(1, dataclasses.replace(packed[1], global_scale=2 * packed[1].global_scale))
+    assert group.group_weight().uniform_scale is None
+    for index, member in enumerate(packed):
+        factor = 2.0 if index == 1 else 1.0
+        assert group.segment_weight(index).uniform_scale == 1.0 / (factor * float(member.global_scale))
+
+
 def test_a_damaged_scale_stays_in_rows_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     group, _ = make_group()
     group._sections()[1].view(torch.uint8)[0, 0] = 255
@@ -88,6 +127,29 @@ def test_lora_is_added_before_rounding_only_where_a_kernel_can(monkeypatch: pyte
     monkeypatch.setattr(qerl.nn.group, "tiles_supported", lambda device: True)
     group.settle_layout()
     assert group.layout == "rows"  # the CPU never keeps tiles
+
+
+@pytest.mark.parametrize("wants", list(itertools.product((False, True), repeat=3))[1:], ids=str)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_gradients_of_the_fused_function(wants: tuple[bool, bool, bool], checkpointed: bool) -> None:
+    """Exactly the wanted gradients of x, a and b, in their dtype; the formulas, which are the same on every device."""
+    group, _ = make_group()
+    dense = group.dense()[48:64].double()
+    group._to_tiles()
+    weight, bias = group.segment_weight(1), torch.randn(16)
+    values = torch.randn(2, 3, K), torch.randn(8, K) / 10, torch.randn(16, 8)
+    inputs = [value.clone().requires_grad_(want) for value, want in zip(values, wants, strict=True)]
+    call = lambda x, a, b: _QuantLoraMatmul.apply(x, weight, bias, a, b)  # noqa: E731
+    y = checkpoint(call, *inputs, use_reentrant=False) if checkpointed else call(*inputs)
+    dy = torch.randn(3, 2, 16).transpose(0, 1)  # not contiguous
+    y.backward(dy)
+    x, a, b = (value.double().requires_grad_() for value in values)
+    expected = x @ dense.t() + (x @ a.t()) @ b.t() + bias
+    expected.backward(dy.double())
+    assert torch.allclose(y.double(), expected, atol=1e-4)
+    for found, wanted, want in zip(inputs, (x, a, b), wants, strict=True):
+        assert (found.grad is not None) == want
+        assert not want or torch.allclose(found.grad.double(), wanted.grad, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

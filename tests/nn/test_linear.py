@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qerl.formats.base import get_format
+from qerl.formats.mxfp4_as_nvfp4 import as_nvfp4
 from qerl.nn.group import WeightGroup
 from qerl.nn.linear import QuantLinear
 
@@ -17,8 +18,11 @@ def packed_group(format: str, separate_scales: bool = False) -> tuple[WeightGrou
     weights = [torch.randn(n, K).to(torch.bfloat16) * (i + 1) for i, n in enumerate(SEGMENTS)]
     fmt = get_format(format)
     packed = [fmt.quantize([w])[0] for w in weights] if separate_scales else fmt.quantize(weights)
-    group = WeightGroup(format, SEGMENTS, K, torch.float32)
-    for i, p in enumerate(packed):
+    held = packed
+    if format == "mxfp4":
+        held = [as_nvfp4([p])[0] for p in packed] if separate_scales else as_nvfp4(packed)
+    group = WeightGroup(held[0].format, SEGMENTS, K, torch.float32)
+    for i, p in enumerate(held):
         group.load_segment(i, p)
     return group, [fmt.dequantize(p, torch.float32) for p in packed]
 
@@ -27,7 +31,7 @@ def handles(group: WeightGroup) -> list[QuantLinear]:
     return [QuantLinear(group, i) for i in range(len(SEGMENTS))]
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "nf4"])
+@pytest.mark.parametrize("format", ["nvfp4", "nf4", "mxfp4"])
 @pytest.mark.parametrize("separate", [False, True], ids=["one global scale", "differing global scales"])
 def test_forward_and_gradient_are_those_of_the_dequantized_weight(format: str, separate: bool) -> None:
     group, dense = packed_group(format, separate)
@@ -41,9 +45,9 @@ def test_forward_and_gradient_are_those_of_the_dequantized_weight(format: str, s
         assert (x.grad - expected_grad).norm() / expected_grad.norm() < 1e-6
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "nf4"])
+@pytest.mark.parametrize("format", ["nvfp4", "nf4", "mxfp4"])
 def test_group_matmul_equals_its_members(format: str) -> None:
-    group, _ = packed_group(format, separate_scales=format == "nvfp4")
+    group, _ = packed_group(format, separate_scales=format != "nf4")
     x = torch.randn(7, K)
     whole = group.matmul(x)
     for handle, part in zip(handles(group), whole.split(SEGMENTS, dim=1), strict=True):
@@ -109,3 +113,5 @@ def test_wrong_segment_is_refused() -> None:
         group.load_segment(0, other)
     with pytest.raises(ValueError, match="got bf16"):
         group.load_segment(1, torch.randn(16, K))
+    with pytest.raises(ValueError, match="bf16, nvfp4 or nf4 weights, not 'mxfp4'"):
+        WeightGroup("mxfp4", (48,), K)

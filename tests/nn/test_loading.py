@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny, tiny_model
 from transformers import AutoModelForCausalLM
 
-from qerl.formats.base import FormatError
+from qerl.formats.base import FormatError, get_format
 from qerl.formats.quantizer import quantize
 from qerl.nn.linear import QuantLinear
 from qerl.nn.loading import ModelLoadError, eos_token_ids, load_model
@@ -35,7 +35,7 @@ def test_bf16_weights_give_the_logits_of_transformers(family: str, tiny_checkpoi
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize("format", ["nvfp4", "nf4"])
+@pytest.mark.parametrize("format", ["nvfp4", "nf4", "mxfp4"])
 def test_packed_file_equals_quantizing_while_loading_equals_the_dequantized_model(
     family: str, format: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -153,6 +153,27 @@ def test_odd_width_stays_16_bit(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert model.model.layers[0].mlp.up_proj.group.format == "nvfp4"
     assert "in_features 120" in caplog.text
     assert torch.isfinite(model(IDS).logits).all()
+
+
+def test_an_mxfp4_group_that_nvfp4_cannot_hold_stays_16_bit_with_its_values(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_tiny(tmp_path / "wide", "llama")
+    state = load_file(folder / "model.safetensors")
+    gate = state["model.layers.0.mlp.gate_proj.weight"]
+    gate[3, :32] *= 1e-9  # a dead channel; NVFP4's quantizer makes it zeros
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    quantize(folder, tmp_path / "packed", format="mxfp4")
+    for model in (load(folder, weights="mxfp4"), load(tmp_path / "packed")):
+        mlp = model.model.layers[0].mlp
+        assert model.qerl_weights == "mxfp4"
+        assert {group.format for group in quant_groups(model).values()} == {"nvfp4", "bf16"}
+        assert mlp.gate_proj.group.format == "bf16" and mlp.down_proj.group.format == "nvfp4"
+        expected = get_format("mxfp4").dequantize(get_format("mxfp4").quantize([gate])[0])
+        assert torch.equal(mlp.gate_proj.dequantized(), expected) and bool(expected[3, :32].any())
+        assert torch.isfinite(model(IDS).logits).all()
+    assert "model.layers.0.mlp.gate_proj, model.layers.0.mlp.up_proj: held in 16 bit instead of 4" in caplog.text
+    assert "where NVFP4 holds 18" in caplog.text
 
 
 def test_every_eos_id_counts() -> None:

@@ -20,9 +20,9 @@ from qerl.nn.merge import export_adapter, merge_adapter
 IDS = torch.arange(5, 29)[None]
 
 
-def trained(base: Path, folder: Path, weights: str, **options: object) -> PeftModel:
+def trained(base: Path, folder: Path, weights: str, head: str = "auto", **options: object) -> PeftModel:
     """A model with a random adapter, saved in ``folder``."""
-    model = load_model(base, weights=weights, dtype="float32", device="cpu")
+    model = load_model(base, weights=weights, head=head, dtype="float32", device="cpu")
     settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
     model = get_peft_model(model, prepare_lora_config(LoraConfig(**settings), model)).eval()
     generator = torch.Generator().manual_seed(3)
@@ -37,13 +37,18 @@ def trained(base: Path, folder: Path, weights: str, **options: object) -> PeftMo
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("bases")
     plain = save_tiny(root / "bf16", "qwen2")
-    for name in ("nvfp4", "nf4"):
-        quantize(plain, root / name, format=name)
-    return {"bf16": plain, "nvfp4": root / "nvfp4", "nf4": root / "nf4"}
+    packed = {name: root / name for name in ("nvfp4", "nf4", "mxfp4")}
+    for name, folder in packed.items():
+        quantize(plain, folder, format=name)
+    return {"bf16": plain, **packed}
 
 
 @pytest.mark.parametrize(
-    ("stored", "weights"), [("nvfp4", "auto"), ("nf4", "auto"), ("bf16", "auto"), ("bf16", "nvfp4"), ("bf16", "nf4")]
+    ("stored", "weights"),
+    [
+        *((stored, "auto") for stored in ("nvfp4", "nf4", "mxfp4", "bf16")),
+        *(("bf16", w) for w in ("nvfp4", "nf4", "mxfp4")),
+    ],
 )
 def test_weights_are_the_trained_models_rounded_once(
     stored: str, weights: str, bases: dict[str, Path], tmp_path: Path
@@ -70,6 +75,20 @@ def test_weights_are_the_trained_models_rounded_once(
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == "bfloat16" and "quantization_config" not in config
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) > 256
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_packed_head_is_merged_as_it_decodes(tied: bool, tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", "qwen2", tied=tied)
+    model = trained(base, tmp_path / "adapter", "nvfp4", head="nvfp4")
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "out", weights="nvfp4", head="nvfp4")
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    head = get_format("nvfp4").dequantize(model.get_base_model().lm_head.group.packed_tensor(0))
+    assert torch.equal(merged["lm_head.weight"], head.to(torch.bfloat16))
+    assert torch.equal(merged["model.embed_tokens.weight"], CheckpointReader(base).load("model.embed_tokens.weight"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        assert (loaded(IDS).logits - model(IDS).logits).norm() / model(IDS).logits.norm() < 1e-2
 
 
 def test_patterns_and_rslora_scale_as_peft_scales(bases: dict[str, Path], tmp_path: Path) -> None:
@@ -107,13 +126,13 @@ def test_the_adapter_alone_works_on_stock_transformers(bases: dict[str, Path], t
 def test_what_is_there_is_kept(bases: dict[str, Path], tmp_path: Path) -> None:
     trained(bases["bf16"], tmp_path / "adapter", "bf16")
     export_adapter(tmp_path / "adapter", tmp_path / "a")
-    with pytest.raises(FileExistsError, match="use force"):
+    with pytest.raises(FileExistsError, match="use --force"):
         export_adapter(tmp_path / "adapter", tmp_path / "a")
     export_adapter(tmp_path / "adapter", tmp_path / "a", force=True)
     with pytest.raises(FileExistsError, match="is no adapter folder"):
         export_adapter(tmp_path / "adapter", bases["bf16"], force=True)
     merge_adapter(bases["bf16"], tmp_path / "adapter", tmp_path / "m")
-    with pytest.raises(FileExistsError, match="use force"):
+    with pytest.raises(FileExistsError, match="use --force"):
         merge_adapter(bases["bf16"], tmp_path / "adapter", tmp_path / "m")
     merge_adapter(bases["bf16"], tmp_path / "adapter", tmp_path / "m", force=True)
     assert {p.name for p in tmp_path.iterdir()} == {"adapter", "a", "m"}

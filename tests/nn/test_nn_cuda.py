@@ -5,10 +5,14 @@ import torch
 from transformers import LlamaConfig
 
 from qerl.formats.base import get_format
+from qerl.formats.mxfp4_as_nvfp4 import as_nvfp4
+from qerl.kernels.quant_matmul import tiles_supported
 from qerl.nn.attention import _padded_attention, _varlen_attention
 from qerl.nn.group import WeightGroup
+from qerl.nn.head import chunked_logprobs
 from qerl.nn.linear import QuantLinear
 from qerl.nn.packing import pack_batch
+from qerl.nn.quant_head import QuantHead
 
 pytestmark = pytest.mark.gpu
 
@@ -18,12 +22,13 @@ def rms_ratio(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64, 65, 300])
-@pytest.mark.parametrize("format", ["nvfp4", "nf4"])
+@pytest.mark.parametrize("format", ["nvfp4", "nf4", "mxfp4"])
 def test_forward_and_gradient_round_once(format: str, rows: int) -> None:
     weights = [torch.randn(n, 192, dtype=torch.bfloat16) for n in (96, 32)]
     packed = get_format(format).quantize(weights)
-    group = WeightGroup(format, (96, 32), 192, torch.bfloat16, "cuda")
-    for i, p in enumerate(packed):
+    held = as_nvfp4(packed) if format == "mxfp4" else packed
+    group = WeightGroup(held[0].format, (96, 32), 192, torch.bfloat16, "cuda")
+    for i, p in enumerate(held):
         group.load_segment(i, p)
     for i, p in enumerate(packed):
         linear = QuantLinear(group, i, torch.randn(p.shape[0], device="cuda", dtype=torch.bfloat16))
@@ -39,6 +44,27 @@ def test_forward_and_gradient_round_once(format: str, rows: int) -> None:
     x = torch.randn(rows, 192, device="cuda", dtype=torch.bfloat16)
     members = torch.cat([QuantLinear(group, i)(x) for i in range(2)], dim=1)
     assert rms_ratio(group.matmul(x), members) < 2.5e-3
+
+
+@pytest.mark.parametrize("vocab", [272, 259], ids=["tiles", "rows"])
+@pytest.mark.parametrize("rows", [1, 8, 70, 2100])
+def test_a_packed_head_gives_fp32_logits(vocab: int, rows: int) -> None:
+    (packed,) = get_format("nvfp4").quantize([torch.randn(vocab, 192) * 0.1])
+    group = WeightGroup("nvfp4", (vocab,), 192)
+    group.load_segment(0, packed)
+    head = QuantHead(group).to("cuda")
+    assert group.layout == ("tiles" if vocab % 16 == 0 and tiles_supported(group.packed.device) else "rows")
+    dense = get_format("nvfp4").dequantize(packed).double().cuda()
+    hidden = torch.randn(rows, 192, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    logits = head(hidden)
+    expected = hidden.detach().double() @ dense.t()
+    assert logits.dtype == torch.float32 and rms_ratio(logits, expected) < 1e-5
+    grad = torch.randn(rows, vocab, device="cuda").bfloat16().float()
+    logits.backward(grad)
+    assert hidden.grad.dtype == torch.bfloat16 and rms_ratio(hidden.grad, grad.double() @ dense) < 2.5e-3
+    labels = torch.randint(0, vocab, (rows,), device="cuda")
+    found, _ = chunked_logprobs(hidden, group, labels)
+    assert (found - torch.log_softmax(expected, -1).gather(1, labels[:, None])[:, 0]).abs().max() < 1e-4
 
 
 def test_packed_attention_with_shared_prefixes() -> None:

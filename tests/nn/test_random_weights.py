@@ -11,7 +11,7 @@ from qerl.nn.random_weights import STD, add_random_adapter, random_model, random
 from qerl.nn.surgery import quant_groups
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "nf4"])
+@pytest.mark.parametrize("format", ["nvfp4", "nf4", "mxfp4"])
 def test_packed_weights_have_the_spread_of_a_new_model(format: str) -> None:
     packed = random_packed(format, 96, 512, "cpu", torch.Generator().manual_seed(1))
     values = get_format(format).dequantize(packed)
@@ -22,12 +22,13 @@ def test_packed_weights_have_the_spread_of_a_new_model(format: str) -> None:
     assert torch.equal(packed.codes, again.codes)
 
 
-@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "nf4"])
+@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "nf4", "mxfp4"])
 def test_every_linear_has_the_format_and_logits_are_finite(weights: str) -> None:
     model = random_model(tiny_model("qwen2", tied=False).config, weights=weights, device="cpu")
     groups = quant_groups(model)
     assert len(groups) == 8
-    assert {group.format for group in groups.values()} == {weights}
+    assert {group.format for group in groups.values()} == {"nvfp4" if weights == "mxfp4" else weights}
+    assert model.qerl_weights == weights
     logits = model(torch.arange(12)[None]).logits
     assert bool(logits.isfinite().all())
     # Not one token in all positions: sampling from it means something.

@@ -2,10 +2,12 @@
 
 import random
 
+import numpy as np
 import pytest
+import torch
 from hash_runner import EOS, VOCAB, HashRunner, assert_same, make_engine, random_prompts
 
-from qerl.rollout.core import NonFiniteLogitsError, RequestTooLongError, SamplingParams
+from qerl.rollout.core import NonFiniteLogitsError, NotTokenIdsError, RequestTooLongError, SamplingParams
 from qerl.rollout.engine import EngineConfig, RolloutEngine
 from qerl.rollout.kv_cache import blocks_for_tokens
 
@@ -151,6 +153,35 @@ def test_bad_prompts_are_named(prompts: list[list[int]], options: dict[str, list
     with pytest.raises(ValueError, match=message):
         engine.generate(prompts, SamplingParams(max_tokens=4), **options)
     assert engine.runner.forwards == 0
+
+
+@pytest.mark.parametrize(
+    ("prompts", "found"),
+    [
+        (["some text"], "prompt 0 is a str"),
+        ("some text", "a str was given for the list of them"),
+        ([1, 2], "prompt 0 is a int"),
+        ([[1], torch.tensor([1, 2])], "prompt 1 is a Tensor"),
+        (torch.tensor([[1, 2]]), "a Tensor was given"),
+        ([list(torch.tensor([1, 2]))], "prompt 0 holds a Tensor"),
+        (np.array([[1, 2]]), "a ndarray was given"),
+        ([["1", "2"]], "prompt 0 holds a str"),
+        ([[1, 2.0]], "prompt 0 holds a float"),
+        ([[True]], "prompt 0 holds a bool"),
+        ({"input_ids": [[1]]}, "a dict was given"),
+    ],
+)
+def test_prompts_that_are_no_token_ids_are_refused_first(prompts: object, found: str) -> None:
+    """A text ended in a TypeError that compared a str with an int."""
+    engine = make_engine()
+    with pytest.raises(NotTokenIdsError, match=rf"lists of token ids, but {found}.*apply_chat_template"):
+        engine.generate(prompts, SamplingParams(max_tokens=4), prompt_ids=[7, 7])
+    assert engine.runner.forwards == 0
+
+
+def test_numpy_integers_and_tuples_are_token_ids() -> None:
+    sampling = SamplingParams(max_tokens=4)
+    assert make_engine().generate([tuple(np.array([1, 2]))], sampling) == make_engine().generate([[1, 2]], sampling)
 
 
 def test_too_long_for_the_model_is_refused_before_anything_runs() -> None:

@@ -43,7 +43,7 @@ def flat(outputs: list[list[CompletionOutput]]) -> list[CompletionOutput]:
     return [sample for group in outputs for sample in group]
 
 
-@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "nf4"])
+@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "nf4", "mxfp4"])
 @pytest.mark.parametrize(
     "sampling",
     [

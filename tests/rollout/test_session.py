@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 from hash_runner import VOCAB, GraphedEngine, HashRunner, make_engine, naive_generate, random_prompts
 
-from qerl.rollout.core import NonFiniteLogitsError, RequestTooLongError, SamplingParams
+from qerl.rollout.core import NonFiniteLogitsError, NotTokenIdsError, RequestTooLongError, SamplingParams
 from qerl.rollout.engine import RolloutEngine
 from qerl.rollout.session import EngineSession, StepOutput
 
@@ -116,6 +116,9 @@ def test_bad_requests_are_refused_and_disturb_nothing() -> None:
     with make_engine(block_size=4, num_blocks=6, max_model_len=40).open_session() as session:
         prompt, sampling = [1, 2, 3], SamplingParams(max_tokens=10)
         good = session.add(prompt, sampling)
+        for prompt_of_another_kind in ("text", 3, [[1]]):
+            with pytest.raises(NotTokenIdsError, match="lists of token ids"):
+                session.add(prompt_of_another_kind, sampling)
         with pytest.raises(ValueError, match="are empty"):
             session.add([], sampling)
         with pytest.raises(ValueError, match=f"vocabulary of {VOCAB}"):
@@ -137,3 +140,16 @@ def test_nan_closes_the_session_and_leaves_the_engine_usable() -> None:
     assert isinstance(engine.runner, HashRunner)
     assert not session.has_unfinished
     assert len(engine.generate([[1]], SamplingParams(max_tokens=3))) == 1
+
+
+def test_the_cache_of_a_session_holds_all_its_sequences_at_full_length_or_what_the_bound_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server's cache is no larger than its limits on sequences and lengths can use."""
+    engine = make_engine(block_size=4, max_num_seqs=3, max_model_len=22)
+    with engine.open_session():
+        assert engine.kv.num_blocks == 3 * 6
+    monkeypatch.setattr("qerl.rollout.pool.AUTO_CPU_BYTES", 10 * engine.pool.block_bytes)
+    engine.reset()
+    with engine.open_session():
+        assert engine.kv.num_blocks == 10 - 1

@@ -160,6 +160,14 @@ def test_a_client_that_leaves_before_its_body_is_no_error(running, caplog: pytes
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+def test_a_body_of_another_type_is_refused(running) -> None:
+    """What a page in a browser can send to a loopback port without being asked."""
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        body = json.dumps({"model": "tiny", "prompt": "x"})
+        response = httpx.post(f"{running.url}/v1/completions", content=body, headers={"content-type": kind})
+        assert response.status_code == 415 and "application/json" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "status", "word"),
     [
@@ -223,7 +231,8 @@ def test_text_parts_and_system_messages(client: openai.OpenAI) -> None:
 
 
 def test_bodies_and_paths_that_are_none(running) -> None:
-    response = httpx.post(f"{running.url}/v1/completions", content=b"{")
+    headers = {"content-type": "application/json"}
+    response = httpx.post(f"{running.url}/v1/completions", content=b"{", headers=headers)
     assert response.status_code == 400 and "JSON" in response.json()["error"]["message"]
     response = httpx.get(f"{running.url}/v1/nothing")
     assert response.status_code == 404 and "/v1/nothing" in response.json()["error"]["message"]

@@ -196,7 +196,7 @@ def test_split_and_file_types(tmp_path):
     ("content", "message"),
     [
         ("", "has no rows"),
-        ('{"question": 1}\nnot json\n', "line 2: not JSON"),
+        ('{"question": 1}\nnot json\n', r"line 2: not JSON \(Expecting value, column 1\)"),
         ("[1]\n", "line 1: a list where an object"),
     ],
 )

@@ -7,6 +7,7 @@ import pytest
 from safetensors.torch import load_file
 from tiny_training import Logs, letter_reward, prompts_dataset
 
+from qerl.nn.linear import QuantLinear
 from qerl.trainer.run import newest_checkpoint
 from qerl.trainer.trainer import QeRLTrainer
 
@@ -68,3 +69,18 @@ def test_the_best_checkpoint_is_kept(limit: int, expected: list[int], trainer: M
     for name, tensor in stored.items():
         prefix, _, last = name.rpartition(".")
         assert policy[f"{prefix}.default.{last}"].equal(tensor), name
+
+
+def test_a_checkpoint_holds_the_adapter_and_asks_for_no_other_weight(
+    trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state dict of a model on a Hopper GPU is a second copy of its weights."""
+    made = trainer(max_steps=1)
+    expected = {
+        name.replace(".default", ""): p.detach() for name, p in made.model.named_parameters() if "lora_" in name
+    }
+    monkeypatch.setattr(QuantLinear, "_save_to_state_dict", lambda *args: pytest.fail("packed weights were asked for"))
+    made.save_model(str(tmp_path / "saved"))
+    stored = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    assert expected and stored.keys() == expected.keys()
+    assert all(stored[name].equal(expected[name]) for name in stored)

@@ -9,6 +9,7 @@ import pytest
 from trl import GRPOConfig
 
 import qerl
+from qerl.evaluation.run_log import RunWriter
 from qerl.trainer.config import ConfigError, QeRLConfig
 from qerl.trainer.parsing import UnknownFieldError, build_configs, parse_overrides, read_yaml, split_fields
 from qerl.trainer.run_config import RunConfig
@@ -29,7 +30,7 @@ Make = Callable[..., QeRLConfig]
         ("min_p", 0.1, "min_p: training on a truncated distribution"),
         ("repetition_penalty", 1.1, "repetition_penalty must be 1"),
         ("temperature", 0.0, "temperature=0.0"),
-        ("weights", "fp4", "weights='fp4' is unknown; choose from auto, bf16, nvfp4, nf4"),
+        ("weights", "fp4", "weights='fp4' is unknown; choose from auto, bf16, nvfp4, nf4, mxfp4"),
         ("aqn_schedule", "exp", "aqn_schedule='exp' is unknown"),
         ("aqn_scope", "train", "aqn_scope='train' is unknown"),
         ("num_stages", 2, "num_stages=2 must be at least 3"),
@@ -147,3 +148,42 @@ def test_values_of_the_wrong_kind_are_named(values: dict, words: str, tmp_path: 
     with pytest.raises(ValueError, match=words):
         build_configs({**base, **values})
     assert build_configs({**base, "max_steps": 5, "learning_rate": 1, "num_generations": 4})[1].max_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("yaml_line", "arguments", "expected"),
+    [
+        ("", ["--resume_from_checkpoint", "true"], "true"),
+        ("", ["--resume_from_checkpoint=true"], "true"),
+        ("", ["--resume_from_checkpoint", "True"], "true"),
+        ("", ["--resume_from_checkpoint"], "true"),
+        ("", ["--resume-from-checkpoint", "--max_steps", "3"], "true"),
+        ("resume_from_checkpoint: true", [], "true"),
+        ("resume_from_checkpoint: true", ["--resume_from_checkpoint", "false"], None),
+        ("resume_from_checkpoint: false", [], None),
+        ("", ["--resume_from_checkpoint=runs/a/checkpoint-4"], "runs/a/checkpoint-4"),
+        ("resume_from_checkpoint: runs/a/checkpoint-4", [], "runs/a/checkpoint-4"),
+    ],
+)
+def test_resume_as_people_write_it(yaml_line: str, arguments: list[str], expected: str | None, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"model: m\noutput_dir: {tmp_path}\n{yaml_line}\n")
+    _, args = build_configs(read_yaml(recipe) | parse_overrides(arguments))
+    assert args.resume_from_checkpoint == expected
+
+
+@pytest.mark.parametrize("lines", ["", "generation_batch_size: 32", "steps_per_generation: 2", "num_iterations: 2"])
+def test_the_config_of_a_run_is_a_recipe_of_it(lines: str, tmp_path: Path) -> None:
+    """Derived fields (generation_batch_size, gradient_checkpointing, ...) must not come back as given ones."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"model: m\ngradient_accumulation_steps: 2\nsave_steps: 4\nlearning_rate: 1e-6\n{lines}\n")
+    first = build_configs(read_yaml(recipe) | {"output_dir": str(tmp_path / "a"), "resume_from_checkpoint": True})
+    writer = RunWriter(tmp_path / "a")
+    writer.write_config({**dataclasses.asdict(first[0]), **first[1].given_values()})
+    overrides = parse_overrides(["--output_dir", str(tmp_path / "b")])
+    second = build_configs(read_yaml(tmp_path / "a" / "config.yaml") | overrides)
+    assert second[0] == first[0]
+    before, after = ({f.name: getattr(a, f.name) for f in dataclasses.fields(a)} for _, a in (first, second))
+    different = {name for name in before if before[name] != after[name]}
+    assert different == {"output_dir", "resume_from_checkpoint"}
+    assert after["generation_batch_size"] == (32 if lines.startswith("generation") else 16)

@@ -8,7 +8,7 @@ from peft import LoraConfig
 from tiny_training import letter_reward, prompts_dataset
 
 from qerl.nn.lora import AdapterError
-from qerl.trainer.config import ConfigError
+from qerl.trainer.config import ConfigError, QeRLConfig
 from qerl.trainer.trainer import QeRLTrainer
 
 MakeTrainer = Callable[..., QeRLTrainer]
@@ -81,3 +81,14 @@ def test_prompts_of_the_dataset_are_left_alone(trainer: MakeTrainer) -> None:
     data = prompts_dataset(3)
     made = trainer(dataset=data)
     assert made.train_dataset["prompt"] == data["prompt"]
+
+
+def test_skipped_noise_stages_are_warned_of_once_the_model_is_there(
+    trainer: MakeTrainer, config: Callable[..., QeRLConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    words = "max_steps=2 is less than num_stages=3"
+    config(max_steps=2, num_stages=3)
+    trainer(max_steps=2, num_stages=3, aqn_schedule="none")
+    assert words not in caplog.text
+    trainer(max_steps=2, num_stages=3)
+    assert caplog.text.count(words) == 1

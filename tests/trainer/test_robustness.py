@@ -20,6 +20,7 @@ from qerl.rollout.core import RequestTooLongError, SamplingParams
 from qerl.rollout.model_guard import StaleEngineError
 from qerl.trainer.config import ConfigError, QeRLConfig
 from qerl.trainer.parity import probe_parity
+from qerl.trainer.timed_reward import RewardCallError
 from qerl.trainer.trainer import QeRLTrainer
 
 MakeTrainer = Callable[..., QeRLTrainer]
@@ -83,7 +84,7 @@ def test_a_failing_run_leaves_a_clean_policy(trainer: MakeTrainer) -> None:
         raise RuntimeError("reward server is down")
 
     made = trainer(reward_funcs=failing, aqn_schedule="constant", aqn_scope="both")
-    with pytest.raises(RuntimeError, match="reward server"):
+    with pytest.raises(RewardCallError, match="reward server"):
         made.train()
     assert made.noise.active_sigma == 0.0
 

@@ -70,6 +70,8 @@ def test_a_run_leaves_everything_behind(values: dict, tmp_path: Path) -> None:
     assert sum(line.startswith("step ") for line in lines) == 4
     adapter = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
     assert len(adapter) == 28
+    assert not (tmp_path / "run" / "README.md").exists(), "TRL's model card says that a local base model is None"
+    assert f"base_model: {values['model']}" in (tmp_path / "run" / "adapter" / "README.md").read_text()
 
 
 SCRIPT = """

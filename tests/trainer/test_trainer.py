@@ -18,6 +18,7 @@ from qerl.rollout.core import CompletionOutput
 from qerl.trainer.bridge import group_rows
 from qerl.trainer.config import QeRLConfig
 from qerl.trainer.parity import ParityError, effective_sample_size
+from qerl.trainer.timed_reward import RewardCallError
 from qerl.trainer.trainer import CollapsedSamplingError, NonFiniteLossError, QeRLTrainer, RewardValueError
 
 MakeTrainer = Callable[..., QeRLTrainer]
@@ -39,6 +40,17 @@ def test_engine_and_trainer_agree_at_every_step_with_and_without_noise(trainer: 
     assert shift[0] < 1e-5
     assert min(shift[1:]) > 1e-3
     assert all(0 < ess <= 1 for ess in logs.values("sampling/ess"))
+
+
+@pytest.mark.parametrize("backend", ["engine", "transformers"])
+def test_a_packed_head_trains_and_agrees_with_what_samples(trainer: MakeTrainer, backend: str, tmp_path: Path) -> None:
+    made, logs = run(trainer, max_steps=3, head="nvfp4", rollout_backend=backend, save_strategy="steps", save_steps=3)
+    policy = made.accelerator.unwrap_model(made.model)
+    assert policy.get_base_model().qerl_head == "nvfp4"
+    assert max(logs.values("parity/max")) < 1e-4
+    assert min(logs.values("grad_norm")) > 0 and all(map(math.isfinite, logs.values("loss")))
+    saved = load_file(tmp_path / "run" / "checkpoint-3" / "adapter_model.safetensors")
+    assert saved and all("lora_" in name for name in saved)
 
 
 def test_without_noise_the_first_ratio_is_one_at_any_temperature(trainer: MakeTrainer) -> None:
@@ -92,7 +104,7 @@ def test_all_losses_of_trl(loss_type: str, trainer: MakeTrainer) -> None:
     assert logs.values("grad_norm")[0] > 0
 
 
-@pytest.mark.parametrize("weights", ["bf16", "nf4"])
+@pytest.mark.parametrize("weights", ["bf16", "nf4", "mxfp4"])
 def test_other_weights_are_the_same_trainer(weights: str, trainer: MakeTrainer) -> None:
     _, logs = run(trainer, weights=weights, max_steps=1)
     assert logs.values("parity/max")[0] < 1e-4
@@ -243,12 +255,14 @@ def test_secondary_eos_is_finished_not_truncated(trainer: MakeTrainer) -> None:
     assert logs.values("completions/clipped_ratio") == [0.0]
 
 
-def test_a_reward_that_raises_stops_the_run(trainer: MakeTrainer) -> None:
+def test_a_reward_that_raises_stops_the_run_with_its_name(trainer: MakeTrainer) -> None:
     def broken(prompts, completions, **kwargs) -> list[float]:  # type: ignore[no-untyped-def]
         raise KeyError("no such column")
 
-    with pytest.raises(KeyError, match="no such column"):
-        trainer(reward_funcs=broken).train()
+    with pytest.raises(RewardCallError, match="reward function 'broken' raised KeyError: 'no such column'") as caught:
+        trainer(reward_funcs=[letter_reward, broken]).train()
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert 'raise KeyError("no such column")' in caught.value.details and "qerl" not in caught.value.details
 
 
 def test_a_stale_engine_is_caught_by_the_probe(trainer: MakeTrainer) -> None:

@@ -12,11 +12,20 @@ pytestmark = pytest.mark.gpu
 MakeTrainer = Callable[..., QeRLTrainer]
 
 
-@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "nf4"])
-def test_engine_and_trainer_agree_in_bf16(weights: str, trainer: MakeTrainer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("weights", "head"),
+    [("bf16", "bf16"), ("nvfp4", "bf16"), ("nf4", "bf16"), ("mxfp4", "bf16"), ("nvfp4", "nvfp4"), ("bf16", "nvfp4")],
+)
+def test_engine_and_trainer_agree_in_bf16(weights: str, head: str, trainer: MakeTrainer, tmp_path: Path) -> None:
     logs = Logs()
     made = trainer(
-        extra={"callbacks": [logs]}, weights=weights, use_cpu=False, max_steps=6, aqn_schedule="none", parity_tokens=64
+        extra={"callbacks": [logs]},
+        weights=weights,
+        head=head,
+        use_cpu=False,
+        max_steps=6,
+        aqn_schedule="none",
+        parity_tokens=64,
     )
     made.train()
     assert made.accelerator.device.type == "cuda"

@@ -10,6 +10,7 @@ import torch
 from tiny_training import Logs, letter_reward, prompts_dataset
 from transformers import TrainerCallback
 
+from qerl.nn.surgery import quant_groups
 from qerl.trainer.config import QeRLConfig
 from qerl.trainer.parsing import build_configs
 from qerl.trainer.run import Run
@@ -76,7 +77,15 @@ def train(model: str, folder: Path, rows: int, reward: Any = letter_reward, **ov
     logs, gradients = Logs(), Gradients()
     trainer = QeRLTrainer(model, reward, config, prompts_dataset(24), callbacks=[logs, gradients])
     seen = watch(trainer)
+    groups = quant_groups(trainer.model).values()
+    codes = [group.packed_tensor(0).codes.clone() for group in groups]
+    if trainer.accelerator.process_index == 1:
+        for group in groups:
+            group._to_tiles()
+            group.settle_layout = lambda: None  # the CPU would go back to rows
     trainer.train()
+    # DDP gave this rank no bytes of the first one, which holds the same weights in another layout.
+    assert all(torch.equal(group.packed_tensor(0).codes, c) for group, c in zip(groups, codes, strict=True))
     trainer.save_model(str(folder / "adapter"))
     result = {"seen": list(seen), "gradients": gradients.norms, "lora": lora(trainer), "loss": logs.values("loss")}
     result["filled"] = logs.values("dynamic_sampling/filled")

@@ -107,9 +107,7 @@ def measure_prefill(subject: Subject, ceilings: Ceilings, sequences: int, length
     _timed(engine, prompts, 1)
     seconds = min(_timed(engine, prompts, 1)[0] for _ in range(2))
     # Attention is left out of the FLOPs: at these lengths it is a few per cent of them.
-    floor_us = ceilings.floor_us(
-        0, sequences * length * (subject.step_flops(1, 0) - 2.0 * subject.runner.head.weight.numel())
-    )
+    floor_us = ceilings.floor_us(0, sequences * length * (subject.step_flops(1, 0) - 2.0 * subject.head_parameters))
     engine.reset()
     free_memory(subject.device)
     return {
@@ -205,7 +203,7 @@ def _labels(subject: Subject) -> Row:
         "weights": subject.weights,
         "lora_rank": subject.lora_rank,
         "kv_dtype": subject.kv_name,
-        "head_dtype": subject.compute_dtype,
+        "head_dtype": subject.head_name,
     }
 
 

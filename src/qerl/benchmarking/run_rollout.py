@@ -12,7 +12,7 @@ from qerl.benchmarking.lengths import lognormal_lengths
 from qerl.benchmarking.peers import measure_peer, require_peer
 from qerl.benchmarking.results import ResultFile, Row, device_name, use_dependent_launch
 from qerl.benchmarking.rollout import free_memory, measure_fixed, measure_long_tailed, measure_prefill
-from qerl.benchmarking.subject import UnsupportedBenchError, build_subject, check_head_dtype, engine_kv_dtype
+from qerl.benchmarking.subject import UnsupportedBenchError, build_subject, engine_kv_dtype, model_head
 from qerl.nn.loading import resolve_device, resolve_dtype
 
 Print = Callable[[str], object]
@@ -66,8 +66,7 @@ def run_rollout(plan: RolloutPlan, say: Print) -> ResultFile:
         GeometryError: a geometry too large for a CPU.
     """
     device = resolve_device(plan.device)
-    check_head_dtype(plan.head_dtype, plan.device)
-    kv_dtype = engine_kv_dtype(plan.kv_dtype, plan.device)
+    kv_dtype, head = engine_kv_dtype(plan.kv_dtype, plan.device), model_head(plan.head_dtype, plan.device)
     if plan.peer is not None:
         require_peer(plan.peer)
     config_path = plan.source / "config.json" if plan.source.is_dir() else plan.source
@@ -84,19 +83,22 @@ def run_rollout(plan: RolloutPlan, say: Print) -> ResultFile:
     add = partial(_add, results, say)
     for weights in plan.weights:
         for rank in plan.ranks:
-            _measure(plan, weights, rank, kv_dtype, ceilings, add)
+            _measure(plan, weights, head, rank, kv_dtype, ceilings, add)
             free_memory(device)
     if plan.peer is not None:
         measure_peer(plan.peer, plan, device, lambda row: add("rows", row))
     return results
 
 
-def _measure(plan: RolloutPlan, weights: str, rank: int, kv_dtype: str, ceilings: Ceilings, add: Add) -> None:
+def _measure(
+    plan: RolloutPlan, weights: str, head: str, rank: int, kv_dtype: str, ceilings: Ceilings, add: Add
+) -> None:
     started = time.perf_counter()
     subject = build_subject(
         plan.source,
         weights=weights,
         lora_rank=rank,
+        head=head,
         kv_dtype=kv_dtype,
         device=plan.device,
         seed=plan.seed,
@@ -108,6 +110,7 @@ def _measure(plan: RolloutPlan, weights: str, rank: int, kv_dtype: str, ceilings
         {
             "model": subject.name,
             "weights": subject.weights,
+            "head_dtype": subject.head_name,
             "lora_rank": rank,
             "read_a_step_gb": round(resident / 1e9, 3),
             "build_s": round(time.perf_counter() - started, 2),
@@ -128,10 +131,11 @@ def describe(part: str, row: Row) -> str:
     """One line of the table."""
     if part == "models":
         return (
-            f"{row['model']} {row['weights']}, LoRA rank {row['lora_rank']}: {row['read_a_step_gb']} GB without KV a "
-            f"step, built in {row['build_s']} s"
+            f"{row['model']} {row['weights']}, head {row['head_dtype']}, LoRA rank {row['lora_rank']}: "
+            f"{row['read_a_step_gb']} GB without KV a step, built in {row['build_s']} s"
         )
-    label = f"{row['engine']:12} {row['model']} {row['weights']:5} r{row['lora_rank']:<3} KV {row['kv_dtype']}"
+    formats = f"KV {row['kv_dtype']} head {row['head_dtype']}"
+    label = f"{row['engine']:12} {row['model']} {row['weights']:5} r{row['lora_rank']:<3} {formats}"
     if part == "prefill":
         return (
             f"{label} prefill {row['sequences']} x {row['prompt']}: {row['seconds']:.3f} s, "

@@ -8,9 +8,11 @@ from torch import nn
 from transformers import AutoConfig
 
 from qerl.benchmarking.geometry import Geometry, geometry_of, read_config
+from qerl.nn.group import WeightGroup
 from qerl.nn.head import chunked_logprobs
 from qerl.nn.loading import load_model, resolve_device
 from qerl.nn.lora import lora_layers
+from qerl.nn.quant_head import head_weight
 from qerl.nn.random_weights import add_random_adapter, random_model
 from qerl.nn.surgery import quant_groups
 from qerl.rollout.core import CompletionOutput
@@ -61,6 +63,12 @@ class Subject:
         """Dtype of keys and values in the rows."""
         return self.compute_dtype if self.kv_dtype == "auto" else self.kv_dtype
 
+    @property
+    def head_name(self) -> str:
+        """Format of the output head in the rows."""
+        head = self.runner.head
+        return head.format if isinstance(head, WeightGroup) else self.compute_dtype
+
     def engine(self, max_num_seqs: int, max_model_len: int, num_blocks: int) -> RolloutEngine:
         """An engine with a pool of fixed size, so that warm-up and measurement share it. No token ends a sample."""
         config = EngineConfig(
@@ -74,19 +82,27 @@ class Subject:
         layers = lora_layers(self.model).values()
         return sum(p.numel() for layer in layers for p in (*layer.lora_A.parameters(), *layer.lora_B.parameters()))
 
+    @property
+    def head_parameters(self) -> int:
+        """Weights of the output head."""
+        return self.geometry.vocab * self.geometry.hidden
+
     def step_bytes(self, batch: int, context: float) -> float:
         """Bytes that a decode step of ``batch`` sequences must read: weights, head, LoRA, keys and values."""
         weights = sum(group.resident_bytes for group in quant_groups(self.model).values())
-        head = self.runner.head.weight
+        head = self.runner.head  # one of the groups, where it is packed
+        head_bytes = 0 if isinstance(head, WeightGroup) else head.numel() * head.element_size()
         itemsize = self.runner.dtype.itemsize
         kv = batch * context * self.geometry.kv_token_bytes(1 if self.kv_dtype == "fp8" else itemsize)
-        return weights + head.numel() * head.element_size() + self.lora_parameters * itemsize + kv
+        return weights + head_bytes + self.lora_parameters * itemsize + kv
 
     def step_flops(self, batch: int, context: float) -> float:
         """FLOPs of the same step."""
         groups = quant_groups(self.model).values()
         parameters = sum(group.out_features * group.in_features for group in groups)
-        parameters += self.runner.head.weight.numel() + self.lora_parameters
+        if not isinstance(self.runner.head, WeightGroup):
+            parameters += self.head_parameters
+        parameters += self.lora_parameters
         sizes = self.geometry
         return batch * (2.0 * parameters + 4.0 * context * sizes.heads * sizes.head_dim * sizes.layers)
 
@@ -99,7 +115,7 @@ class Subject:
         hidden = causal.base_model(ids, use_cache=False).last_hidden_state[0]
         rows = hidden[len(prompt) - 1 : len(prompt) - 1 + len(drawn)]
         labels = torch.tensor(drawn, device=self.device)
-        expected, _ = chunked_logprobs(rows, causal.get_output_embeddings().weight, labels)
+        expected, _ = chunked_logprobs(rows, head_weight(causal), labels)
         found = torch.tensor(output.logprobs[: len(drawn)], device=self.device)
         return float((found - expected).abs().mean())
 
@@ -109,24 +125,26 @@ def build_subject(
     *,
     weights: str,
     lora_rank: int,
+    head: str = "auto",
     kv_dtype: str = "auto",
     device: str = "auto",
     seed: int = 0,
     name: str | None = None,
 ) -> Subject:
-    """From a config.json (random weights) or a model folder.
+    """From a config.json (random weights) or a model folder; ``head`` as in :func:`qerl.nn.loading.load_model`.
 
     Raises:
         GeometryError: no usable config.
         UnsupportedArchitectureError: the engine does not run this architecture.
     """
     if source.is_dir():
-        model = load_model(source, weights=weights, device=device)
+        model = load_model(source, weights=weights, head=head, device=device)
     else:
         values = read_config(source)
         values.pop("quantization_config", None)
         kind = values.pop("model_type")
-        model = random_model(AutoConfig.for_model(kind, **values), weights=weights, device=device, seed=seed)
+        config, head = AutoConfig.for_model(kind, **values), "bf16" if head == "auto" else head
+        model = random_model(config, weights=weights, head=head, device=device, seed=seed)
     geometry = geometry_of(model.config, name or source.stem)
     weights = model.qerl_weights
     if lora_rank:
@@ -148,18 +166,18 @@ def engine_kv_dtype(asked: str, device: str) -> str:
     raise UnsupportedBenchError(f"--kv-dtype {asked} is not supported; use auto, {compute} (on this device) or fp8")
 
 
-def check_head_dtype(asked: str, device: str) -> None:
-    """The output head has the compute dtype and no other.
+def model_head(asked: str, device: str) -> str:
+    """``--head-dtype`` as models take it: ``auto`` (as stored), ``bf16`` for the compute dtype, or ``nvfp4``.
 
     Raises:
         UnsupportedBenchError: another dtype.
     """
     compute = _compute_name(device)
-    if asked not in ("auto", compute):
-        raise UnsupportedBenchError(
-            f"--head-dtype {asked} is not supported: the engine keeps the head in the compute dtype; use auto or "
-            f"{compute} (on this device)"
-        )
+    if asked in ("auto", "nvfp4"):
+        return asked
+    if asked == compute:
+        return "bf16"
+    raise UnsupportedBenchError(f"--head-dtype {asked} is not supported; use auto, {compute} (on this device) or nvfp4")
 
 
 def _compute_name(device: str) -> str:

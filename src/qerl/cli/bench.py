@@ -20,6 +20,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 Out = Annotated[Path | None, typer.Option(help="JSON file of the results; rewritten after every row.")]
 Append = Annotated[bool, typer.Option("--append", help="Keep the rows that --out holds already.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace the file at --out.")]
 DependentLaunch = Annotated[
     bool, typer.Option(help="Kernels may start while the one before them ends (sm_90); off to compare.")
 ]
@@ -38,7 +39,7 @@ def rollout(
     model: Annotated[Path | None, typer.Argument(help="Model folder; or use --config-json.")] = None,
     config_json: Annotated[Path | None, typer.Option(help="config.json of the geometry; weights are random.")] = None,
     weights: Annotated[
-        str, typer.Option(help="bf16, nvfp4, nf4 (or auto with a folder); several with commas.")
+        str, typer.Option(help="bf16, nvfp4, nf4, mxfp4 (or auto with a folder); several with commas.")
     ] = "nvfp4",
     lora_rank: Annotated[
         str, typer.Option(help="Rank of LoRA on every linear, 0 for none; several with commas.")
@@ -52,17 +53,21 @@ def rollout(
     samples: Annotated[int, typer.Option(min=1, help="Completions (lognormal).")] = 128,
     prefill: Annotated[str | None, typer.Option(help="Also time prefill: SEQUENCESxTOKENS, such as 256x256.")] = None,
     kv_dtype: Annotated[str, typer.Option(help="Dtype of the KV cache: auto (compute dtype) or fp8.")] = "auto",
-    head_dtype: Annotated[str, typer.Option(help="Dtype of the output head: auto (compute dtype).")] = "auto",
+    head_dtype: Annotated[
+        str, typer.Option(help="Output head: auto (as stored), the compute dtype, or nvfp4.")
+    ] = "auto",
     peer: Annotated[str | None, typer.Option(help="Measure transformers or vllm on the same work too.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the model in the rows; default: of its file.")] = None,
     out: Out = None,
     append: Append = False,
+    force: Force = False,
     dependent_launch: DependentLaunch = True,
     commit: Commit = None,
     device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
     """Time generation: distinct random prompts, every token sampled at T = 1, nothing ends a sample early."""
+    _check_out(out, append=append, force=force)
     if (model is None) == (config_json is None):
         raise ValueError("give a model folder or --config-json, one of them")
     if lengths not in ("fixed", "lognormal"):
@@ -105,13 +110,18 @@ def kernels(
     quantizer_layers: Annotated[int, typer.Option(min=1, help="Layers that the quantizer packs.")] = 4,
     out: Out = None,
     append: Append = False,
+    force: Force = False,
     dependent_launch: DependentLaunch = True,
     commit: Commit = None,
     device: Device = "auto",
 ) -> None:
     """Time the quantized matmul of every linear and the kernels beside it, against cuBLAS bf16 and the roofline."""
+    _check_out(out, append=append, force=force)
     if format not in ("nvfp4", "nf4"):
-        raise ValueError(f"--format {format!r} is unknown; use nvfp4 or nf4")
+        raise ValueError(
+            f"--format {format!r} has no kernels of its own; use nvfp4 (whose kernels serve mxfp4, which is held in "
+            "the same layout) or nf4"
+        )
     chosen = [part.strip() for part in parts.split(",")]
     unknown = [part for part in chosen if part not in PARTS]
     if unknown:
@@ -130,6 +140,16 @@ def kernels(
         ),
         typer.echo,
     )  # fmt: skip
+
+
+def _check_out(out: Path | None, *, append: bool, force: bool) -> None:
+    """Rows of an earlier measurement are kept or replaced only where that is asked for."""
+    if append and force:
+        raise ValueError("--append keeps the rows at --out and --force replaces them; give one of them")
+    if out is not None and out.exists() and not (append or force):
+        raise FileExistsError(
+            f"{out} exists; add --append to keep its rows, --force to replace it, or choose another --out"
+        )
 
 
 def numbers(option: str, text: str, lowest: int = 1) -> list[int]:

@@ -58,8 +58,9 @@ def compare(
 def _describe(settings: "EvalSettings") -> str:
     """Model, weights and adapter of one side."""
     weights = None if settings.weights is None else f"weights {settings.weights}"
+    head = None if settings.head is None else f"head {settings.head}"
     adapter = None if settings.adapter is None else f"adapter {settings.adapter}"
-    return ", ".join(part for part in (settings.model or "unnamed model", weights, adapter) if part)
+    return ", ".join(part for part in (settings.model or "unnamed model", weights, head, adapter) if part)
 
 
 def _verdict(result: "Comparison") -> str:

@@ -73,7 +73,7 @@ def demo(
     model: Annotated[Path | None, typer.Option(help="16-bit model folder or .gguf; default: SmolLM2-135M.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer updates.")] = 24,
     seed: Annotated[int, typer.Option(help="Seed of data order, sampling, noise and LoRA.")] = 0,
-    format: Annotated[str, typer.Option(help="nvfp4, nf4 or bf16.")] = "nvfp4",
+    format: Annotated[str, typer.Option(help="nvfp4, nf4, mxfp4 or bf16.")] = "nvfp4",
     install_seconds: Annotated[float, typer.Option(hidden=True)] = 0.0,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier run in the folder.")] = False,
 ) -> None:

@@ -32,6 +32,8 @@ def user_errors() -> Iterator[None]:
         if message is None or os.environ.get("QERL_DEBUG") == "1":
             raise
         typer.echo(f"error: {message}", err=True)
+        if details := getattr(error, "details", ""):  # where in the user's own code
+            typer.echo(details.rstrip(), err=True)
         raise typer.Exit(2) from error
 
 

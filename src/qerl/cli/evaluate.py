@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from qerl.cli.options import Adapter, Device, MaxModelLen, Model, Seed, Weights
+from qerl.cli.options import Adapter, Device, Head, MaxModelLen, Model, Seed, Weights
 
 if TYPE_CHECKING:
     from qerl.evaluation.result import EvalResult
@@ -57,6 +57,7 @@ def evaluate(
     preset: Presets = None,
     adapter: Adapter = None,
     weights: Weights = "auto",
+    head: Head = "auto",
     n: Samples = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -88,7 +89,7 @@ def evaluate(
     quiet_libraries()
     if preset is not None and max_model_len is None:
         max_model_len = MAX_PROMPT_TOKENS + max(sampling["max_new_tokens"] for _, sampling in planned)
-    source = {"weights": weights, "adapter": None if adapter is None else str(adapter)}
+    source = {"weights": weights, "head": head, "adapter": None if adapter is None else str(adapter)}
     engine, tokenizer, _ = build_engine(model, **source, device=device, max_model_len=max_model_len)
     results = []
     for task, sampling in planned:

@@ -19,7 +19,11 @@ def export(
         Path | None, typer.Option(help="Base model; default: the run's, or the one the adapter names.")
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(help="Weights that were trained on (auto, bf16, nvfp4, nf4); default: the run's.")
+        str | None,
+        typer.Option(help="Weights that were trained on (auto, bf16, nvfp4, nf4, mxfp4); default: the run's."),
+    ] = None,
+    head: Annotated[
+        str | None, typer.Option(help="Output head that was trained on (auto, bf16, nvfp4); default: the run's.")
     ] = None,
     device: Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1.")] = "cpu",
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export at OUT.")] = False,
@@ -50,7 +54,8 @@ def export(
         from qerl.nn.merge import merge_adapter
 
         chosen = weights or settings.get("weights") or "auto"
-        report = merge_adapter(base, adapter, out, weights=chosen, device=device, force=force)
+        chosen_head = head or settings.get("head") or "auto"
+        report = merge_adapter(base, adapter, out, weights=chosen, head=chosen_head, device=device, force=force)
     typer.echo(
         f"{adapter} merged into {base} ({report.weights} weights): {len(report.merged)} modules, "
         f"{report.total_bytes / 1e6:.1f} MB of bf16 in {out}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from qerl.cli.options import Adapter, Device, MaxModelLen, MaxNewTokens, Model, Seed, Temperature, TopP, Weights
+from qerl.cli.options import Adapter, Device, Head, MaxModelLen, MaxNewTokens, Model, Seed, Temperature, TopP, Weights
 
 if TYPE_CHECKING:
     from qerl.cli.prompts import Prompt
@@ -40,6 +40,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without chat template.")] = False,
     adapter: Adapter = None,
     weights: Weights = "auto",
+    head: Head = "auto",
     n: Annotated[int, typer.Option("--n", min=1, help="Completions per prompt.")] = 1,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -74,6 +75,7 @@ def generate(
     engine, tokenizer, _ = build_engine(
         model,
         weights=weights,
+        head=head,
         adapter=None if adapter is None else str(adapter),
         device=device,
         max_model_len=max_model_len,

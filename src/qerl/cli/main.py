@@ -37,7 +37,7 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
-    "quantize": Command("qerl.cli.quantize", "quantize", "Quantize a model to 4 bits (NVFP4, NF4)."),
+    "quantize": Command("qerl.cli.quantize", "quantize", "Quantize a model to 4 bits (NVFP4, NF4, MXFP4)."),
     "train": Command("qerl.cli.train", "train", "Train a model with GRPO on verifiable tasks.", free_options=True),
     "eval": Command("qerl.cli.evaluate", "evaluate", "Evaluate a model on tasks, with intervals."),
     "compare": Command("qerl.cli.compare", "compare", "Compare two evaluations: interval and paired test."),

@@ -7,7 +7,8 @@ import typer
 
 Model = Annotated[str, typer.Argument(help="Folder of the model: 16-bit or quantized.")]
 Adapter = Annotated[Path | None, typer.Option(help="Folder of a LoRA adapter (PEFT format).")]
-Weights = Annotated[str, typer.Option(help="auto (as stored), bf16, nvfp4 or nf4.")]
+Weights = Annotated[str, typer.Option(help="auto (as stored), bf16, nvfp4, nf4 or mxfp4.")]
+Head = Annotated[str, typer.Option(help="Output head: auto (as stored), bf16 or nvfp4.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling; 1 is off.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Token limit of a completion.")]

@@ -59,6 +59,9 @@ def _is_object(line: str) -> bool:
 def _row(line: str, where: str) -> Prompt:
     try:
         row = json.loads(line)
+    except json.JSONDecodeError as error:
+        # The error's own text counts lines within this line.
+        raise PromptsFileError(f"{where} is no JSON: {error.msg}, column {error.colno}") from error
     except ValueError as error:
         raise PromptsFileError(f"{where} is no JSON: {error}") from error
     if not isinstance(row, dict):

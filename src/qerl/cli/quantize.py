@@ -18,7 +18,9 @@ def quantize(
         typer.Argument(help="Local checkpoint folder (safetensors), or a GGUF file.", show_default=False),
     ],
     out: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],
-    format: Annotated[str, typer.Option("--format", help="nvfp4, nf4, or bf16 for a plain 16-bit copy.")] = "nvfp4",
+    format: Annotated[
+        str, typer.Option("--format", help="nvfp4, nf4, mxfp4, or bf16 for a plain 16-bit copy.")
+    ] = "nvfp4",
     method: Annotated[
         str,
         typer.Option("--method", help="rtn (as llm-compressor), or mse: searched block scales, lower error."),

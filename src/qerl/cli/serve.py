@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from qerl.cli.options import Adapter, Device, MaxModelLen, Model, Weights
+from qerl.cli.options import Adapter, Device, Head, MaxModelLen, Model, Weights
 
 
 def serve(
@@ -17,6 +17,7 @@ def serve(
         str | None, typer.Option(envvar="QERL_API_KEY", help="Key that clients must send (Bearer).")
     ] = None,
     weights: Weights = "auto",
+    head: Head = "auto",
     device: Device = "auto",
     max_model_len: MaxModelLen = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 256,
@@ -38,6 +39,7 @@ def serve(
         port=port,
         api_key=api_key,
         weights=weights,
+        head=head,
         device=device,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,

@@ -7,7 +7,7 @@ import typer
 
 _MAIN_FIELDS = """\
   model                  local folder of the model: 16-bit or packed checkpoint
-  weights                frozen base weights: auto (as stored), bf16, nvfp4, nf4
+  weights                frozen base weights: auto (as stored), bf16, nvfp4, nf4, mxfp4
   task, task_options     gsm8k, math, dapo17k, reasoning_gym:NAME, a .jsonl/.parquet file, a hub data set
   rewards                a list of: correctness, format, soft_overlong, length_penalty
   reward_funcs           own functions: module:function or path/to/file.py:function

@@ -6,7 +6,7 @@ from dataclasses import fields
 from qerl.evaluation.result import EvalResult, EvalSettings, SampleRecord
 
 # What a comparison is about.
-_SUBJECT = frozenset({"model", "weights", "adapter", "fingerprint"})
+_SUBJECT = frozenset({"model", "weights", "head", "adapter", "fingerprint"})
 # Checked on the problems themselves: a digest of token ids differs between tokenizers that read the same text.
 _BY_PROBLEM = frozenset({"task", "prompts_digest", "first_prompt", "limit", "problems"})
 PROBLEMS, PROMPTS = "problems", "prompts"

@@ -213,8 +213,8 @@ def _size(result: EvalResult) -> str:
 def _facts(results: Mapping[str, EvalResult]) -> list[str]:
     """Model, weights and adapter where all tasks agree on them."""
     facts = [f"{len(results)} task{'' if len(results) == 1 else 's'}"]
-    for name in ("model", "weights", "adapter"):
+    for name in ("model", "weights", "head", "adapter"):
         values = {getattr(result.settings, name) for result in results.values()}
         if len(values) == 1 and (value := values.pop()):
-            facts.append(str(value))
+            facts.append(f"head {value}" if name == "head" else str(value))
     return facts

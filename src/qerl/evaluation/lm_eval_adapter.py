@@ -58,7 +58,8 @@ class QerlLM(TemplateLM):
 
     Args:
         pretrained: folder with config.json and safetensors (16-bit or packed).
-        weights: ``auto`` (as stored), ``bf16``, ``nvfp4`` or ``nf4``.
+        weights: ``auto`` (as stored), ``bf16``, ``nvfp4``, ``nf4`` or ``mxfp4``.
+        head: output head: ``auto`` (as stored), ``bf16`` or ``nvfp4``.
         adapter: PEFT adapter folder.
         device, dtype: as in :func:`qerl.rollout.build.build_engine`.
         max_length: longest prompt + completion; default: the model's positions. Longer inputs lose tokens on their
@@ -81,6 +82,7 @@ class QerlLM(TemplateLM):
         self,
         pretrained: str,
         weights: str = "auto",
+        head: str = "auto",
         adapter: str | None = None,
         device: str | None = None,
         dtype: str = "auto",
@@ -102,6 +104,7 @@ class QerlLM(TemplateLM):
         self.engine, self.tokenizer, self._model = build_engine(
             pretrained,
             weights=weights,
+            head=head,
             adapter=adapter,
             device=device or "auto",
             dtype=dtype,
@@ -110,7 +113,11 @@ class QerlLM(TemplateLM):
         )
         self._packed = isinstance(self.engine, RolloutEngine)
         self._stop_tokens = StopTokens(self.tokenizer)
-        self._info = {"qerl_weights": self._causal.qerl_weights, "qerl_adapter": adapter}
+        self._info = {
+            "qerl_weights": self._causal.qerl_weights,
+            "qerl_head": self._causal.qerl_head,
+            "qerl_adapter": adapter,
+        }
         self._info["model_fingerprint"] = model_fingerprint(
             Path(pretrained), None if adapter is None else Path(adapter)
         )

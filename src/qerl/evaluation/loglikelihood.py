@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from qerl.nn.attention import PackedSequences
+from qerl.nn.head import fp32_logits
+from qerl.nn.quant_head import head_weight
 
 # Rows of the LM head at once: 1024 rows of a vocabulary of 152k are 0.6 GB of fp32 logits.
 _HEAD_ROWS = 1024
@@ -141,19 +142,12 @@ def _score(causal: nn.Module, batch: _Batch, packed: bool) -> tuple[torch.Tensor
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device),
         use_cache=False,
     ).last_hidden_state[0, -rows:]
-    weight = causal.get_output_embeddings().weight
+    weight = head_weight(causal)
     parts = [
-        _pick(_fp32_logits(slice_, weight), targets)
+        _pick(fp32_logits(slice_, weight), targets)
         for slice_, targets in zip(hidden.split(_HEAD_ROWS), batch.targets.split(_HEAD_ROWS), strict=True)
     ]
     return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([hits for _, hits in parts])
-
-
-def _fp32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As the rollout runner's head: logits in bf16 (8 significant bits) would cost 0.03 in a log-prob."""
-    if hidden.is_cuda and hidden.dtype != torch.float32:
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return F.linear(hidden.float(), weight.float())
 
 
 def _pick(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -52,6 +52,7 @@ class EvalSettings:
     top_p: float = 1.0
     model: str | None = None
     weights: str | None = None
+    head: str | None = None
     adapter: str | None = None
     fingerprint: str | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)

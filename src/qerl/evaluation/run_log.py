@@ -2,7 +2,7 @@
 
 ::
 
-    <run>/config.yaml       the resolved configuration, written before step 1
+    <run>/config.yaml       the configuration as given, with defaults; a recipe for `qerl train --config`
     <run>/environment.json  machine and package versions (qerl.evaluation.environment)
     <run>/metrics.jsonl     one JSON object per optimizer step: "step", "time" (Unix seconds) and METRICS
     <run>/samples.jsonl     logged completions: "step", "prompt", "completion", "reward", "answer" and more
@@ -19,6 +19,7 @@ lines of the steps that will be made again.
 
 import logging
 import numbers
+import shutil
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ class RunWriter:
             self._resume(resume_step)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write the resolved configuration to ``config.yaml``, atomically.
+        """Write the configuration to ``config.yaml``, atomically.
 
         Raises:
             ValueError: a value that is no plain YAML (numbers, text, booleans, lists, mappings).
@@ -178,6 +179,27 @@ def update_summary(run_dir: str | Path, **fields: Any) -> None:
     if "seconds" in fields:
         fields["seconds"] = {**summary.get("seconds", {}), **fields["seconds"]}
     write_json(path, {**summary, **fields})
+
+
+def has_updates(run_dir: str | Path) -> bool:
+    """Whether a run was finished in the folder or has logged a step (not: only evaluated before step 1)."""
+    metrics, summary = Path(run_dir) / METRICS_FILE, Path(run_dir) / SUMMARY_FILE
+    logged = metrics.is_file() and metrics.stat().st_size > 0
+    return logged or "steps" in _read_optional_json(summary)
+
+
+def clear_failed_start(run_dir: str | Path) -> None:
+    """Remove the summary and the evaluation of a run that ended before its first update, which a new one replaces.
+
+    Raises:
+        RunExistsError: the run has updates.
+    """
+    path = Path(run_dir)
+    if has_updates(path):
+        raise RunExistsError(f"{path} already holds a run with updates; choose another output folder")
+    (path / SUMMARY_FILE).unlink(missing_ok=True)
+    if (path / BEFORE_DIR / RESULT_FILE).is_file():
+        shutil.rmtree(path / BEFORE_DIR)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,7 @@ def evaluate(
     progress: Progress | None = None,
     model: str | None = None,
     weights: str | None = None,
+    head: str | None = None,
     adapter: str | None = None,
     fingerprint: str | None = None,
     template_options: Mapping[str, Any] | None = None,
@@ -87,7 +88,7 @@ def evaluate(
         output_dir: gets ``samples.jsonl``, ``settings.json`` and, at the end, ``result.json``. Results with the
             same settings, partial or finished, are continued unless ``resume`` is false; then replaced.
         progress: called with (finished samples, all samples, generated tokens of this call).
-        model, weights, adapter: recorded names.
+        model, weights, head, adapter: recorded names (head: None or ``auto`` is that of the model).
         fingerprint: identity of the weights (file hash, training step). Give it when the same path may hold
             other weights later: results with another fingerprint are not continued.
         template_options: passed to the chat template, for example ``{"enable_thinking": False}``.
@@ -116,6 +117,7 @@ def evaluate(
         first_prompt=problems[0].prompt.text,
         model=model,
         weights=weights,
+        head=None if head == "auto" else head,
         adapter=adapter,
         fingerprint=fingerprint,
         template_options=renderer.template_options,

@@ -90,7 +90,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except json.JSONDecodeError as error:
+        # The error's own text counts lines within this line.
+        reason = f"{error.msg}, column {error.colno}"
+        raise ValueError(f"{path}, line {number}: not valid JSON ({reason}); remove the line") from error
+    except UnicodeDecodeError as error:
         raise ValueError(f"{path}, line {number}: not valid JSON ({error}); remove the line") from error
     if not isinstance(row, dict):
         raise ValueError(f"{path}, line {number}: a JSON {type(row).__name__}, not an object; remove the line")

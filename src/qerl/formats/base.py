@@ -15,7 +15,11 @@ import torch
 
 FUSED_GROUPS: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
-_FORMATS = {"nvfp4": ("qerl.formats.nvfp4", "NVFP4"), "nf4": ("qerl.formats.nf4", "NF4")}
+_FORMATS = {
+    "nvfp4": ("qerl.formats.nvfp4", "NVFP4"),
+    "nf4": ("qerl.formats.nf4", "NF4"),
+    "mxfp4": ("qerl.formats.mxfp4", "MXFP4"),
+}
 SUPPORTED_FORMATS: tuple[str, ...] = tuple(_FORMATS)
 
 
@@ -79,13 +83,14 @@ class PackedTensor:
     """One 4-bit Linear weight ``[N, K]``.
 
     Attributes:
-        format: ``"nvfp4"`` or ``"nf4"``.
+        format: ``"nvfp4"``, ``"nf4"`` or ``"mxfp4"``.
         shape: ``(N, K)`` of the unpacked weight.
         codes: uint8 ``[N, K/2]``; column 2j in the low nibble of byte j, column 2j+1 in the high nibble.
         block_scale: nvfp4: float8_e4m3fn ``[N, K/16]``. nf4: float32 absmax ``[N, K/64]``, or flat
-            ``[ceil(N*K/64)]`` where K is not a multiple of 64 (blocks then run over row ends).
+            ``[ceil(N*K/64)]`` where K is not a multiple of 64 (blocks then run over row ends). mxfp4:
+            float8_e8m0fnu ``[N, K/32]``.
         global_scale: nvfp4: float32 ``[1]``, the divisor in ``w = code * block_scale / global_scale``;
-            nf4: None.
+            nf4, mxfp4: None.
 
     Raises:
         PackingError: codes of the wrong dtype or shape.
@@ -141,7 +146,7 @@ class WeightFormat(Protocol):
         ...
 
     def unscaled(self, packed: PackedTensor, dtype: torch.dtype) -> torch.Tensor:
-        """``[N, K]`` without the global scale: exact in bf16 for nvfp4, rounded to bf16 for nf4."""
+        """``[N, K]`` without the global scale: exact in bf16 for nvfp4 and mxfp4, rounded to bf16 for nf4."""
         ...
 
 

@@ -29,6 +29,8 @@ from qerl.formats.disk_layout import (
     packed_modules,
     swap_nibbles,
 )
+from qerl.formats.mxfp4 import BLOCK_SIZE as MXFP4_BLOCK_SIZE
+from qerl.formats.mxfp4 import LARGEST_SCALE_BYTE
 from qerl.formats.nf4 import BLOCK_SIZE as NF4_BLOCK_SIZE
 from qerl.formats.nf4 import CODE_BOOK
 from qerl.formats.nvfp4 import BLOCK_SIZE as NVFP4_BLOCK_SIZE
@@ -120,9 +122,9 @@ class CheckpointReader:
     def load_packed(self, module: str, device: torch.device | str = "cpu") -> PackedTensor:
         """The packed weight of `module`, whatever the producer, in the layout of `PackedTensor`.
 
-        A multiplier (ModelOpt) becomes the divisor ``1 / multiplier`` in fp32. Blocks whose scale is NaN or a
-        global scale that is not a positive number are replaced by harmless ones where all their codes are
-        zero (old exporters did this for zero weights), and refused elsewhere.
+        A multiplier (ModelOpt) becomes the divisor ``1 / multiplier`` in fp32. Blocks whose scale is NaN
+        (mxfp4: or above 2^125) or a global scale that is not a positive number are replaced by harmless ones
+        where all their codes are zero (old exporters did this for zero weights), and refused elsewhere.
 
         Raises:
             NotQuantizedError: the weight is not packed.
@@ -137,6 +139,8 @@ class CheckpointReader:
             )
         if self.quantization.format == "nf4":
             return self._load_nf4(module).to(device)
+        if self.quantization.format == "mxfp4":
+            return self._load_mxfp4(module).to(device)
         return self._load_nvfp4(module).to(device)
 
     def _load_nvfp4(self, module: str) -> PackedTensor:
@@ -169,6 +173,28 @@ class CheckpointReader:
             divisor = 1.0 / divisor
         scale, divisor = _without_invalid_scales(module, codes, scale, divisor)
         return PackedTensor("nvfp4", (rows, columns), codes, scale, divisor)
+
+    def _load_mxfp4(self, module: str) -> PackedTensor:
+        codes, scale = self.load(f"{module}.weight_packed"), self.load(f"{module}.weight_scale")
+        fits = codes.ndim == scale.ndim == 2 and codes.dtype == scale.dtype == torch.uint8
+        if not fits or scale.shape[0] != codes.shape[0] or scale.shape[1] * MXFP4_BLOCK_SIZE != codes.shape[1] * 2:
+            raise LayoutError(
+                f"{module}: an mxfp4 weight has codes uint8 [N, K/2] and block scales uint8 [N, K/{MXFP4_BLOCK_SIZE}]; "
+                f"the file has {codes.dtype} {list(codes.shape)} and {scale.dtype} {list(scale.shape)}"
+            )
+        if f"{module}.weight_global_scale" in self._entries:
+            raise LayoutError(f"{module}: it has a weight_global_scale, which MXFP4 does not; is it NVFP4?")
+        invalid = scale > LARGEST_SCALE_BYTE
+        if bool(invalid.any()):
+            wrong = invalid & (codes & 0x77).unflatten(1, (-1, MXFP4_BLOCK_SIZE // 2)).ne(0).any(-1)
+            if bool(wrong.any()):
+                raise LayoutError(
+                    f"{module}: {int(wrong.sum())} of {scale.numel()} block scales are NaN (255) or above 2^125 with "
+                    "codes that are not zero; the checkpoint is damaged"
+                )
+            scale = scale.masked_fill(invalid, 0)
+        shape = (codes.shape[0], codes.shape[1] * 2)
+        return PackedTensor("mxfp4", shape, codes, scale.view(torch.float8_e8m0fnu), None)
 
     def _load_nf4(self, module: str) -> PackedTensor:
         weight = f"{module}.weight"

@@ -1,16 +1,17 @@
 """How packed weights are named and described on disk, by the three producers that exist.
 
 compressed-tensors
-    `weight_packed` uint8 [N, K/2], `weight_scale` E4M3 [N, K/16], `weight_global_scale`: the divisor.
+    NVFP4: `weight_packed` uint8 [N, K/2], `weight_scale` E4M3 [N, K/16], `weight_global_scale`: the divisor.
+    MXFP4: `weight_packed` uint8 [N, K/2], `weight_scale` uint8 [N, K/32], the exponents + 127. The config tells which.
 modelopt
     the same bytes as `weight`, `weight_scale`, `weight_scale_2`: the multiplier.
 bitsandbytes
     `weight` uint8 [N*K/2, 1] with the even column in the *high* nibble, `weight.absmax`, `weight.quant_map`,
     `weight.quant_state.bitsandbytes__nf4` (JSON as bytes); no global scale.
 
-The first two hold the same bytes; reading a multiplier as a divisor gives garbage that looks like weights. So
+The first two hold the same bytes of NVFP4; reading a multiplier as a divisor gives garbage that looks like weights. So
 the producer is taken from the metadata and must be confirmed by the names, otherwise an error is raised.
-NVFP4 is written the first way, NF4 the third.
+NVFP4 and MXFP4 are written the first way, NF4 the third.
 """
 
 import json
@@ -49,6 +50,31 @@ _UNREADABLE_SUFFIXES = (
     ".pre_quant_scale",
     ".weight.quant_state.bitsandbytes__fp4",
 )
+# What compressed-tensors calls the formats, and how it describes their weights.
+_DISK_FORMAT = {"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized"}
+_COMPRESSED_WEIGHTS = {
+    "nvfp4-pack-quantized": {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": 16,
+        "symmetric": True,
+        "dynamic": False,
+        "scale_dtype": "torch.float8_e4m3fn",
+        "zp_dtype": None,
+    },
+    "mxfp4-pack-quantized": {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "group",
+        "group_size": 32,
+        "symmetric": True,
+        "dynamic": False,
+        "scale_dtype": "torch.uint8",
+        "zp_dtype": None,
+    },
+}
+_DECISIVE_FIELDS = ("num_bits", "type", "group_size", "symmetric")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +82,7 @@ class QuantizationInfo:
     """What a quantized checkpoint says of itself.
 
     Attributes:
-        format: ``"nvfp4"`` or ``"nf4"``.
+        format: ``"nvfp4"``, ``"nf4"`` or ``"mxfp4"``.
         producer: ``"compressed-tensors"``, ``"modelopt"`` or ``"bitsandbytes"``: names and scale convention.
         ignored: module names or patterns that were left in 16 bit, as the checkpoint lists them.
         notes: what is ignored when loading weights only (activation or KV-cache quantization).
@@ -103,7 +129,7 @@ def describe_quantization(
         raise UnsupportedQuantizationError(
             f"tensors such as {unreadable} belong to a scheme that is not read here (zero points, AWQ input "
             "scales, "
-            "FP4 of bitsandbytes); export plain NVFP4 or NF4"
+            "FP4 of bitsandbytes); export plain NVFP4, MXFP4 or NF4"
         )
     details = section if section else (modelopt_config or {}).get("quantization", {})
     format_name, ignored = _FORMAT_READERS[producer](details)
@@ -127,7 +153,12 @@ def is_quantization_tensor(name: str) -> bool:
 
 
 def to_disk(module: str, packed: PackedTensor) -> dict[str, torch.Tensor]:
-    """Tensors that store the weight of `module`: nvfp4 as compressed-tensors, nf4 as bitsandbytes."""
+    """Tensors that store the weight of `module`: nvfp4 and mxfp4 as compressed-tensors, nf4 as bitsandbytes."""
+    if packed.format == "mxfp4":
+        return {
+            f"{module}.weight_packed": packed.codes,
+            f"{module}.weight_scale": packed.block_scale.view(torch.uint8),
+        }
     if packed.format == "nvfp4":
         return {
             f"{module}.weight_packed": packed.codes,
@@ -168,22 +199,16 @@ def quantization_config(format_name: str, ignored: Iterable[str]) -> dict[str, A
             "bnb_4bit_quant_storage": "uint8",
             "llm_int8_skip_modules": list(ignored),
         }
+    disk_format = _DISK_FORMAT[format_name]
     weights = {
-        "num_bits": 4,
-        "type": "float",
-        "strategy": "tensor_group",
-        "group_size": 16,
-        "symmetric": True,
-        "dynamic": False,
-        "scale_dtype": "torch.float8_e4m3fn",
-        "zp_dtype": None,
+        **_COMPRESSED_WEIGHTS[disk_format],
         "actorder": None,
         "block_structure": None,
         "observer": "memoryless_minmax",
         "observer_kwargs": {},
     }
     group = {
-        "format": "nvfp4-pack-quantized",
+        "format": disk_format,
         "targets": ["Linear"],
         "weights": weights,
         "input_activations": None,
@@ -191,7 +216,7 @@ def quantization_config(format_name: str, ignored: Iterable[str]) -> dict[str, A
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized",
+        "format": disk_format,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": list(ignored),
@@ -227,11 +252,13 @@ def _producer_by_metadata(section: Mapping[str, Any] | None, modelopt_config: Ma
 def _read_compressed_tensors(section: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     groups = section.get("config_groups") or {}
     formats = {section.get("format")} | {group.get("format") for group in groups.values()} - {None}
-    if formats != {"nvfp4-pack-quantized"}:
+    names = {disk: name for name, disk in _DISK_FORMAT.items()}
+    if len(formats) != 1 or not formats <= names.keys():
         raise UnsupportedQuantizationError(
-            f"compressed-tensors format {sorted(map(str, formats))}; supported: nvfp4-pack-quantized"
+            f"compressed-tensors format {sorted(map(str, formats))}; supported, one at a time: {', '.join(names)}"
         )
-    wanted = {"num_bits": 4, "type": "float", "group_size": 16, "symmetric": True}
+    (disk_format,) = formats
+    wanted = {key: _COMPRESSED_WEIGHTS[disk_format][key] for key in _DECISIVE_FIELDS}
     for name, group in groups.items():
         weights = group.get("weights") or {}
         differing = {key: weights.get(key) for key, value in wanted.items() if weights.get(key) != value}
@@ -241,7 +268,7 @@ def _read_compressed_tensors(section: Mapping[str, Any]) -> tuple[str, tuple[str
     for key in ("transform_config", "sparsity_config"):
         if (section.get(key) or {}).get("format", "present" if section.get(key) else "dense") != "dense":
             raise UnsupportedQuantizationError(f"the checkpoint uses {key}, which is not read here")
-    return "nvfp4", tuple(section.get("ignore") or ())
+    return names[disk_format], tuple(section.get("ignore") or ())
 
 
 def _read_modelopt(section: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:

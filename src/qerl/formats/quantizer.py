@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from qerl.formats.base import (
+    SUPPORTED_FORMATS,
     AlreadyQuantizedError,
     CheckpointError,
     FormatError,
@@ -43,7 +44,7 @@ class QuantizeReport:
     """What `quantize` did.
 
     Attributes:
-        format: ``"nvfp4"``, ``"nf4"`` or ``"bf16"``.
+        format: ``"nvfp4"``, ``"nf4"``, ``"mxfp4"`` or ``"bf16"``.
         method: quantization method.
         quantized: modules stored in 4 bit.
         kept: module -> reason, for every other matrix.
@@ -101,12 +102,12 @@ def quantize(
 
     All floating tensors are read as bf16 (fp16 and fp32 are rounded to it first), which is what
     llm-compressor makes of a model loaded in bf16. Members of a fused group (q/k/v, gate/up) share one global
-    scale. A tied output head stays tied. Tokenizer, chat template and generation config are copied.
+    scale (nvfp4). A tied output head stays tied. Tokenizer, chat template and generation config are copied.
 
     Args:
         model: local folder with safetensors weights, a GGUF file, or a folder that holds one GGUF file.
         out: folder to write; appears only when complete.
-        format: ``"nvfp4"``, ``"nf4"``, or ``"bf16"`` for a plain 16-bit copy.
+        format: ``"nvfp4"``, ``"nf4"``, ``"mxfp4"``, or ``"bf16"`` for a plain 16-bit copy.
         method: ``"rtn"``, or ``"mse"`` (nvfp4).
         keep: modules to leave in 16 bit, see `qerl.formats.selection.select`; they add to the output head,
             which always is.
@@ -236,6 +237,8 @@ def _checked_format(name: str, method: str) -> WeightFormat | None:
         if method != "rtn":
             raise FormatError(f"format bf16 has no method {method!r}; it only rounds")
         return None
+    if name not in SUPPORTED_FORMATS:
+        raise FormatError(f"unknown weight format {name!r}; supported: {', '.join((*SUPPORTED_FORMATS, 'bf16'))}")
     weight_format = get_format(name)
     check_method(weight_format, method)
     return weight_format

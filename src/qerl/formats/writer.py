@@ -133,12 +133,14 @@ def _check_target(out: Path, *, force: bool) -> None:
         raise FileExistsError(f"{out} is a file; give a folder")
     entries = len(os.listdir(out))
     if entries and not force:
-        raise FileExistsError(f"{out} exists and holds {entries} entries; choose another folder or use force")
+        raise FileExistsError(
+            f"{out} exists and holds {entries} entries; choose another folder, or use --force (force=True) to "
+            "replace it"
+        )
     if entries and not (out / "config.json").is_file():
         raise FileExistsError(
-            f"{out} holds {entries} entries but no config.json, so it is not a checkpoint and force does not "
-            "replace "
-            "it; remove it yourself if that is what you want"
+            f"{out} holds {entries} entries but no config.json, so it is not a checkpoint and --force does not "
+            "replace it; remove it yourself if that is what you want"
         )
 
 

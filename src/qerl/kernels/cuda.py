@@ -114,14 +114,19 @@ def load_kernel(source: Path, name: str, threads: int, dynamic_shared: bool, dev
     """
     from cuda.bindings import driver
 
-    kernel = Kernel(_checked(driver.cuModuleGetFunction(_module(source, device_index), name.encode())), threads)
+    kernel = Kernel(_checked(driver.cuModuleGetFunction(load_module(source, device_index), name.encode())), threads)
     if dynamic_shared:
         kernel.allow_shared_memory(torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin)
     return kernel
 
 
 @cache
-def _module(source: Path, device_index: int):  # type: ignore[no-untyped-def]
+def load_module(source: Path, device_index: int):  # type: ignore[no-untyped-def]
+    """Compile (or fetch) a source and load it into the context of the device; not while a CUDA graph is captured.
+
+    Raises:
+        KernelBuildError: it cannot be built or loaded.
+    """
     from cuda.bindings import driver
 
     with torch.cuda.device(device_index):

@@ -15,6 +15,8 @@ On a Hopper GPU the first two sections of NVFP4 hold the same bytes in tiles, th
 (:mod:`qerl.kernels.quant_matmul.tiles`); ``layout`` says which. Nothing is kept twice, and what leaves the group (state
 dicts, ``packed_tensor``) is in rows.
 
+MXFP4 has no layout of its own: it is loaded as NVFP4 (:mod:`qerl.formats.mxfp4_as_nvfp4`).
+
 For ``format="bf16"`` the Parameter is the plain weight ``[N, K]`` in the compute dtype.
 """
 
@@ -34,6 +36,7 @@ from qerl.kernels.quant_matmul import (
     fits_tiles,
     from_tiles,
     quant_matmul,
+    quant_matmul_dx,
     tiles_supported,
     to_tiles,
 )
@@ -64,6 +67,9 @@ class WeightGroup(nn.Module):
         in_features: columns K.
         dtype: compute dtype; the storage dtype when ``format`` is ``"bf16"``.
         device: where the buffer lives.
+
+    Raises:
+        ValueError: another format.
     """
 
     def __init__(
@@ -75,6 +81,10 @@ class WeightGroup(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
+        if format != "bf16" and format not in _SCALE_DTYPE:
+            raise ValueError(
+                f"a group holds bf16, {' or '.join(_SCALE_DTYPE)} weights, not {format!r} (mxfp4: convert by as_nvfp4)"
+            )
         self.format = format
         self.layout = "rows"
         self.segments = tuple(segments)
@@ -82,7 +92,8 @@ class WeightGroup(nn.Module):
         self.out_features = sum(self.segments)
         self.starts = tuple(sum(self.segments[:i]) for i in range(len(self.segments)))
         self._dense: torch.Tensor | None = None
-        self._views: tuple[tuple[int, torch.device], GroupWeight] | None = None
+        # Storage address and device; the weight there; the divisors of its segments.
+        self._views: tuple[tuple[int, torch.device], GroupWeight, list[float]] | None = None
         if format == "bf16":
             data = torch.empty(self.out_features, in_features, dtype=dtype, device=device)
         else:
@@ -161,12 +172,10 @@ class WeightGroup(nn.Module):
                 codes, scales, global_scale = self._tiles(), None, self._global_scales()
             else:
                 codes, scales, global_scale = self._sections()
-            uniform = None
-            if global_scale is not None:
-                values = global_scale.tolist()
-                uniform = 1.0 / values[0] if len(set(values)) == 1 else None
+            values = [] if global_scale is None else global_scale.tolist()
+            uniform = 1.0 / values[0] if len(set(values)) == 1 else None
             weight = GroupWeight(self.format, self.segments, self.in_features, codes, scales, global_scale, uniform)
-            self._views = (key, weight)
+            self._views = (key, weight, values)
         return self._views[1]
 
     def segment_weight(self, index: int) -> GroupWeight:
@@ -175,9 +184,7 @@ class WeightGroup(nn.Module):
         step = 16 if whole.layout == "tiles" else 1
         rows = slice(self.starts[index] // step, (self.starts[index] + self.segments[index]) // step)
         global_scale = None if whole.global_scale is None else whole.global_scale[index : index + 1]
-        uniform = whole.uniform_scale
-        if global_scale is not None and uniform is None:
-            uniform = 1.0 / float(global_scale)
+        uniform = None if global_scale is None else 1.0 / self._views[2][index]
         return GroupWeight(
             self.format,
             (self.segments[index],),
@@ -259,6 +266,28 @@ class WeightGroup(nn.Module):
         if self.format != "bf16" and x.is_cuda:
             return quant_matmul(x, self.group_weight(), bias, lora)
         return dense_linear(x, self.dense(), bias)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """``x W^T`` of the whole group in fp32, not rounded: [T, K] in the compute dtype -> [T, N] (no gradient)."""
+        if self.format != "bf16" and x.is_cuda:
+            return quant_matmul(x, self.group_weight(), out_dtype=torch.float32)
+        return x.float() @ self.dense().float().t()
+
+    def logits_dx(self, dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Gradient of the input of :meth:`logits`: fp32 [T, N], rounded to ``dtype`` -> [T, K] in ``dtype``."""
+        dy = dy.to(dtype)
+        if self.format != "bf16" and dy.is_cuda:
+            return quant_matmul_dx(dy, self.group_weight(), torch.float32).to(dtype)
+        return (dy.float() @ self.dense().float()).to(dtype)
+
+    def capture_key(self) -> tuple[int | str | float | None, ...]:
+        """What a captured product of :meth:`matmul` holds: where the buffer is, how to read it, and its scale."""
+        scale = None if self.format == "bf16" else self.group_weight().uniform_scale
+        return self.packed.data_ptr(), self.layout, scale
+
+    def __getstate__(self) -> dict[str, object]:
+        # A copy or a pickle of the model does without views and the dequantized copy, which is eight times as large.
+        return {**self.__dict__, "_dense": None, "_views": None}
 
     def drop_caches(self) -> None:
         """Forget views and the dequantized copy (after the buffer was written)."""

@@ -63,31 +63,74 @@ class _QuantLoraMatmul(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = quant_matmul_dx(dy, ctx.weight).addmm_(du, a).view(*grad.shape[:-1], a.shape[1])
-        return dx, None, None, du.t() @ rows, dy.t() @ u
+        da = du.t() @ rows if ctx.needs_input_grad[3] else None
+        db = dy.t() @ u if ctx.needs_input_grad[4] else None
+        return dx, None, None, da, db
 
 
-class QuantLinear(nn.Module):
-    """``y = x W^T + bias`` with W frozen in a group's packed buffer.
+class GroupHandle(nn.Module):
+    """A module that stands for one row segment of a group and stores it in state dicts under the names of a linear.
 
     Args:
-        group: owner of the packed bytes. Held outside the module tree (the owner is registered once, beside its
-            handles), so the bytes are counted and moved once.
+        group: owner of the packed bytes. Held outside the list of submodules, so that handles of one group share it.
         segment: index of this projection in the group.
-        bias: ``[out_features]`` or None; an ordinary (frozen) Parameter.
     """
 
-    def __init__(self, group: WeightGroup, segment: int, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, group: WeightGroup, segment: int) -> None:
         super().__init__()
-        self._owner = (group,)  # a tuple, so that nn.Module does not register the group a second time
+        self._owner = (group,)
         self.segment = segment
         self.in_features = group.in_features
         self.out_features = group.segments[segment]
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     @property
     def group(self) -> WeightGroup:
         """The owner of the packed bytes."""
         return self._owner[0]
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:  # type: ignore[no-untyped-def]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        packed = self.group.packed_tensor(self.segment)
+        tensors = (
+            (packed,) if isinstance(packed, torch.Tensor) else (packed.codes, packed.block_scale, packed.global_scale)
+        )
+        for name, tensor in zip(_STATE_NAMES[self.group.format], tensors, strict=False):
+            destination[prefix + name] = tensor.detach()
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:  # type: ignore[no-untyped-def]
+        names = [prefix + name for name in _STATE_NAMES[self.group.format]]
+        present = [name for name in names if name in state_dict]
+        if len(present) == len(names):
+            tensors = [state_dict.pop(name) for name in names]
+            if self.group.format == "bf16":
+                self.group.load_segment(self.segment, tensors[0])
+            else:
+                shape = (self.out_features, self.in_features)
+                global_scale = tensors[2] if len(tensors) == 3 else None
+                packed = PackedTensor(self.group.format, shape, tensors[0], tensors[1], global_scale)
+                self.group.load_segment(self.segment, packed)
+        elif strict:
+            missing_keys.extend(name for name in names if name not in state_dict)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
+class QuantLinear(GroupHandle):
+    """``y = x W^T + bias`` with W frozen in a group's packed buffer.
+
+    Args:
+        group: owner of the packed bytes. It is registered once, beside its handles, so the bytes are counted and moved
+            once.
+        segment: index of this projection in the group.
+        bias: ``[out_features]`` or None; an ordinary (frozen) Parameter.
+    """
+
+    def __init__(self, group: WeightGroup, segment: int, bias: torch.Tensor | None = None) -> None:
+        super().__init__(group, segment)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     @property
     def qweight(self) -> nn.Parameter:
@@ -118,35 +161,6 @@ class QuantLinear(nn.Module):
         """W ``[out_features, in_features]``, global scale included."""
         start = self.group.starts[self.segment]
         return self.group.dense()[start : start + self.out_features].to(dtype)
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:  # type: ignore[no-untyped-def]
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        packed = self.group.packed_tensor(self.segment)
-        tensors = (
-            (packed,) if isinstance(packed, torch.Tensor) else (packed.codes, packed.block_scale, packed.global_scale)
-        )
-        for name, tensor in zip(_STATE_NAMES[self.group.format], tensors, strict=False):
-            destination[prefix + name] = tensor.detach()
-
-    def _load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ) -> None:  # type: ignore[no-untyped-def]
-        names = [prefix + name for name in _STATE_NAMES[self.group.format]]
-        present = [name for name in names if name in state_dict]
-        if len(present) == len(names):
-            tensors = [state_dict.pop(name) for name in names]
-            if self.group.format == "bf16":
-                self.group.load_segment(self.segment, tensors[0])
-            else:
-                shape = (self.out_features, self.in_features)
-                global_scale = tensors[2] if len(tensors) == 3 else None
-                packed = PackedTensor(self.group.format, shape, tensors[0], tensors[1], global_scale)
-                self.group.load_segment(self.segment, packed)
-        elif strict:
-            missing_keys.extend(name for name in names if name not in state_dict)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
 
     def extra_repr(self) -> str:
         return (

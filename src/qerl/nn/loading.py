@@ -1,7 +1,8 @@
 """Load a decoder with frozen weights from local files, without ever building its 16-bit linears.
 
 The model skeleton is made on the meta device; packed tensors go straight from the file into the groups' buffers, one
-group at a time. A 16-bit checkpoint with ``weights="nvfp4"`` is quantized group by group on the way.
+group at a time. A 16-bit checkpoint with ``weights="nvfp4"`` is quantized group by group on the way. MXFP4 weights are
+held as NVFP4 of equal values.
 """
 
 import logging
@@ -14,10 +15,12 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from qerl.formats.base import PackedTensor, get_format
+from qerl.formats.base import PackedTensor, WeightFormat, get_format
 from qerl.formats.checkpoint import CheckpointReader
+from qerl.formats.mxfp4_as_nvfp4 import ScaleRangeError, as_nvfp4
 from qerl.nn.attention import PACKED_ATTENTION
 from qerl.nn.group import WeightGroup
+from qerl.nn.quant_head import QuantHead
 from qerl.nn.surgery import (
     ProjectionGroup,
     find_projection_groups,
@@ -29,8 +32,12 @@ from qerl.nn.surgery import (
 
 logger = logging.getLogger(__name__)
 
-WEIGHT_FORMATS = ("bf16", "nvfp4", "nf4")
-_TIED_HEAD = "lm_head.weight"
+WEIGHT_FORMATS = ("bf16", "nvfp4", "nf4", "mxfp4")
+HEAD_FORMATS = ("auto", "bf16", "nvfp4")
+_HEAD = "lm_head"
+_TIED_HEAD = f"{_HEAD}.weight"
+# Rows of a head that are quantized at once, so that temporaries stay small beside it.
+_HEAD_ROWS = 16384
 
 
 class ModelLoadError(ValueError):
@@ -99,6 +106,95 @@ def resolve_weights(requested: str, reader: CheckpointReader) -> str:
     return requested
 
 
+def _resident_mxfp4(
+    names: tuple[str, ...], tensors: list[PackedTensor], dtype: torch.dtype, device: torch.device
+) -> tuple[str, list[PackedTensor] | list[torch.Tensor]]:
+    """The format in which a group holds these MXFP4 weights, and the weights in it; equal values either way."""
+    tensors = [tensor.to(device) for tensor in tensors]
+    try:
+        return "nvfp4", as_nvfp4(tensors)
+    except ScaleRangeError as error:
+        logger.warning("%s: held in 16 bit instead of 4, with the values of MXFP4: %s", ", ".join(names), error)
+        return "bf16", [get_format("mxfp4").dequantize(tensor, dtype) for tensor in tensors]
+
+
+def resolve_head(requested: str, reader: CheckpointReader) -> str:
+    """The format of the output head: ``bf16`` (compute dtype), or the packed format to hold it in.
+
+    Raises:
+        ModelLoadError: unknown name, or a head that is stored packed asked for as another format.
+    """
+    if requested not in HEAD_FORMATS:
+        raise ModelLoadError(f"head={requested!r} is unknown; choose from {', '.join(HEAD_FORMATS)}.")
+    if reader.quantization is None or not reader.is_packed(_HEAD):
+        return "bf16" if requested == "auto" else requested
+    stored = reader.quantization.format
+    if requested not in ("auto", stored):
+        raise ModelLoadError(
+            f"{reader.path} holds its output head as {stored}, but head={requested!r} was asked for. Use head='auto', "
+            "or start from the 16-bit checkpoint."
+        )
+    return stored
+
+
+def _load_head(
+    model: PreTrainedModel, reader: WeightSource, format: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Put a packed head in place of the model's own (mutates ``model``).
+
+    A tied one is made of the embedding, which must be loaded, and stays 16 bit itself: the two are no longer one.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if getattr(model, _HEAD, None) is not head or type(head) is not nn.Linear or head.bias is not None:
+        raise ModelLoadError(
+            f"head={format!r}: {type(model).__name__} has no plain linear head without bias named {_HEAD}; use "
+            "head='auto'."
+        )
+    shape = (head.out_features, head.in_features)
+    is_tied = model.config.tie_word_embeddings and not reader.is_packed(_HEAD)
+    if reader.is_packed(_HEAD):
+        packed = reader.load_packed(_HEAD)
+    else:
+        block = get_format(format).block_size
+        if shape[1] % block:
+            raise ModelLoadError(
+                f"head={format!r}: hidden size {shape[1]} is not a multiple of the {format} block of {block}; use "
+                "head='bf16'."
+            )
+        if not is_tied and _TIED_HEAD not in reader.names():
+            raise ModelLoadError(f"{reader.path} has no {_TIED_HEAD} and its config does not tie it to the embedding.")
+        weight = embedding.weight if is_tied else reader.load(_TIED_HEAD)
+        packed = quantize_rows(get_format(format), weight.detach().to(device, torch.bfloat16))
+    if tuple(packed.shape) != shape:
+        raise ModelLoadError(
+            f"{_HEAD} in {reader.path} has shape {tuple(packed.shape)}, the config says {shape}: another model's "
+            "weights?"
+        )
+    if packed.format == "mxfp4":
+        format, (packed,) = _resident_mxfp4((_HEAD,), [packed], dtype, device)
+    if isinstance(packed, torch.Tensor):  # no 4-bit encoding of ours holds it: an ordinary head, of these values
+        head.weight, model.config.tie_word_embeddings = nn.Parameter(packed, requires_grad=False), False
+        return
+    group = WeightGroup(format, shape[:1], shape[1], dtype, device)
+    group.load_segment(0, packed)
+    group.settle_layout()
+    setattr(model, _HEAD, QuantHead(group))
+    if is_tied:
+        model.config.tie_word_embeddings = False
+        logger.warning(
+            "the output head is an %s copy of the tied embedding, which stays 16 bit: %.1f MB more, not less",
+            format, group.resident_bytes / 1e6,
+        )  # fmt: skip
+
+
+def quantize_rows(weight_format: WeightFormat, weight: torch.Tensor) -> PackedTensor:
+    """``weight`` packed as a whole would be, in parts of rows that share its global scale."""
+    parts = weight_format.quantize(weight.split(_HEAD_ROWS))
+    codes = torch.cat([part.codes for part in parts])
+    scales = torch.cat([part.block_scale.view(torch.uint8) for part in parts]).view(parts[0].block_scale.dtype)
+    return PackedTensor(weight_format.name, tuple(weight.shape), codes, scales, parts[0].global_scale)
+
+
 def _load_group(
     found: ProjectionGroup, reader: WeightSource, weights: str, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -126,6 +222,8 @@ def _load_group(
                 f"{name} in {reader.path} has shape {tuple(tensor.shape)}, the config says "
                 f"{(linear.out_features, linear.in_features)}: another model's weights?"
             )
+    if format == "mxfp4":
+        format, tensors = _resident_mxfp4(names, tensors, dtype, device)
     group = WeightGroup(format, [t.shape[0] for t in tensors], tensors[0].shape[1], dtype, device)
     biases = []
     for index, (name, linear, tensor) in enumerate(zip(names, found.linears, tensors, strict=True)):
@@ -159,6 +257,8 @@ def _load_rest(model: nn.Module, reader: WeightSource, dtype: torch.dtype, devic
 
 def _tie_head(model: PreTrainedModel, config: PretrainedConfig, reader: WeightSource) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if isinstance(head, QuantHead):
+        return
     if head.weight.device.type != "meta" and not config.tie_word_embeddings:
         return
     if not config.tie_word_embeddings:
@@ -176,16 +276,28 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_co
 
 
 def fill_model(
-    model: PreTrainedModel, reader: WeightSource, weights: str, dtype: torch.dtype, device: torch.device
+    model: PreTrainedModel,
+    reader: WeightSource,
+    weights: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    head: str = "bf16",
 ) -> None:
     """Fill an empty model from ``reader``, one fused group at a time, and replace its modules (mutates ``model``).
+
+    ``head`` is the format that :func:`resolve_head` gives.
 
     Raises:
         ModelLoadError: weights of another model, or a missing tensor.
     """
     for found in list(find_projection_groups(model)):
         _load_group(found, reader, weights, dtype, device)
+    needs_embedding = model.config.tie_word_embeddings and not reader.is_packed(_HEAD)
+    if head != "bf16" and not needs_embedding:
+        _load_head(model, reader, head, dtype, device)
     _load_rest(model, reader, dtype, device)
+    if head != "bf16" and needs_embedding:
+        _load_head(model, reader, head, dtype, device)
     install_norms(model)
     install_residual_stream(model)
     _tie_head(model, model.config, reader)
@@ -198,13 +310,14 @@ def fill_model(
         setattr(parent, name.rpartition(".")[2], buffer.to(device))
     model.requires_grad_(False)
     model.eval()
-    model.qerl_weights = weights
+    model.qerl_weights, model.qerl_head = weights, head
 
 
 def load_model(
     path: str | Path,
     *,
     weights: str = "auto",
+    head: str = "auto",
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
     trust_remote_code: bool = False,
@@ -213,13 +326,18 @@ def load_model(
 
     Args:
         path: local folder with ``config.json`` and safetensors, 16-bit or packed.
-        weights: ``auto`` (as stored), ``bf16``, ``nvfp4`` or ``nf4``; a 16-bit checkpoint is quantized while loading.
-        dtype: compute dtype of activations, norms and head.
+        weights: ``auto`` (as stored), ``bf16``, ``nvfp4``, ``nf4`` or ``mxfp4``; a 16-bit checkpoint is quantized while
+            loading.
+        head: output head: ``auto`` (as stored), ``bf16`` (the compute dtype) or ``nvfp4``, made while loading from a
+            16-bit one, or from a tied embedding, which then stays beside it.
+        dtype: compute dtype of activations, norms and a head that is not packed.
         device: where it goes.
         trust_remote_code: passed to transformers; off unless asked for.
 
     Returns:
-        The transformers model; ``model.qerl_weights`` names the format. All parameters are frozen.
+        The transformers model; ``model.qerl_weights`` and ``model.qerl_head`` name the formats. All parameters are
+        frozen. MXFP4 weights are held in groups (and written to state dicts) as NVFP4 of equal values, see
+        :mod:`qerl.formats.mxfp4_as_nvfp4`; a group that this encoding cannot hold is 16 bit, with a warning.
 
     Raises:
         ModelLoadError: weights of another model, a missing tensor, a format that does not fit.
@@ -227,12 +345,12 @@ def load_model(
     device = resolve_device(device)
     dtype = resolve_dtype(dtype, device)
     reader = CheckpointReader(path)
-    weights = resolve_weights(weights, reader)
+    weights, head = resolve_weights(weights, reader), resolve_head(head, reader)
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # transformers would look for a quantizer of its own
     model = empty_model(config, dtype, trust_remote_code=trust_remote_code)
-    fill_model(model, reader, weights, dtype, device)
+    fill_model(model, reader, weights, dtype, device, head)
     if (Path(path) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     config.name_or_path = str(path)

@@ -13,9 +13,9 @@ class ModelMemory:
     """Bytes by owner; storages that several modules share are counted once.
 
     Attributes:
-        packed_weights: frozen group buffers (the one resident copy).
+        packed_weights: frozen group buffers (the one resident copy), a packed head among them.
         dense_cache: dequantized copies that the CPU path keeps (0 on CUDA).
-        other_frozen: embeddings, head, norms, biases, buffers.
+        other_frozen: embeddings, a head that is not packed, norms, biases, buffers.
         trainable: LoRA masters and whatever else requires a gradient.
     """
 

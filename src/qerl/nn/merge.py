@@ -4,7 +4,8 @@
 
 The base of a run on 4-bit weights is what those bits decode to, not the 16-bit weights they were made from: the
 adapter was trained on top of the former. So a 16-bit folder that was quantized while loading (``weights: nvfp4``) is
-quantized here in the same way first.
+quantized here in the same way first. So is a head that the run held in NVFP4, which then is stored apart from a tied
+embedding.
 """
 
 import json
@@ -24,13 +25,14 @@ from qerl.formats.base import FUSED_GROUPS, PackedTensor, get_format
 from qerl.formats.checkpoint import CheckpointReader, CheckpointWriter
 from qerl.formats.companions import copy_companions, plain_config
 from qerl.formats.writer import DEFAULT_SHARD_BYTES
-from qerl.nn.loading import resolve_weights
+from qerl.nn.loading import quantize_rows, resolve_head, resolve_weights
 from qerl.nn.lora import AdapterError, check_lora_config
 from qerl.nn.surgery import SINGLE_PROJECTIONS
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ def merge_adapter(
     out: str | Path,
     *,
     weights: str = "auto",
+    head: str = "auto",
     device: torch.device | str = "cpu",
     force: bool = False,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
@@ -114,7 +117,7 @@ def merge_adapter(
         base: folder of the model that was trained, 16-bit or packed.
         adapter: PEFT adapter folder.
         out: folder to write; appears only when complete.
-        weights: what the run's ``weights`` was, see :func:`qerl.nn.loading.load_model`.
+        weights, head: what the run's were, see :func:`qerl.nn.loading.load_model`.
         device: where to compute.
         force: replace a checkpoint at `out`.
         max_shard_bytes: size of an output file.
@@ -122,14 +125,14 @@ def merge_adapter(
     Raises:
         AdapterError: no plain LoRA adapter, or one of another model.
         FileExistsError, FormatError: see `CheckpointWriter` and `CheckpointReader`.
-        ModelLoadError: `weights` does not fit the base.
+        ModelLoadError: `weights` or `head` does not fit the base.
     """
     reader, where = CheckpointReader(base), torch.device(device)
     found = AdapterFile(Path(adapter))
-    weights = resolve_weights(weights, reader)
+    weights, head = resolve_weights(weights, reader), resolve_head(head, reader)
     waiting = set(found.modules)
     with CheckpointWriter(out, force=force, max_shard_bytes=max_shard_bytes) as writer:
-        for name, weight in _base_tensors(reader, weights, where):
+        for name, weight in _base_tensors(reader, weights, head, where):
             module = name.removesuffix(".weight")
             if module in waiting:
                 waiting.remove(module)
@@ -146,7 +149,8 @@ def merge_adapter(
                 f"{len(waiting)} of {len(found.modules)} adapted modules are not in {base}, such as {min(waiting)}: "
                 "was the adapter trained on another model?"
             )
-        writer.add_json("config.json", plain_config(reader.config))
+        untied = {} if head == "bf16" else {"tie_word_embeddings": False}
+        writer.add_json("config.json", plain_config(reader.config) | untied)
         copy_companions(reader.path, writer)
     return MergeReport(tuple(found.modules), weights, writer.total_bytes)
 
@@ -161,9 +165,9 @@ def export_adapter(adapter: str | Path, out: str | Path, *, base: str | None = N
     source, target = AdapterFile(Path(adapter)).folder, Path(out).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         if not force:
-            raise FileExistsError(f"{target} exists; choose another folder or use force")
+            raise FileExistsError(f"{target} exists; choose another folder, or use --force (force=True) to replace it")
         if not (target / ADAPTER_CONFIG).is_file():
-            raise FileExistsError(f"{target} is no adapter folder, so force does not replace it; remove it yourself")
+            raise FileExistsError(f"{target} is no adapter folder, so --force does not replace it; remove it yourself")
     target.parent.mkdir(parents=True, exist_ok=True)
     config = json.loads((source / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     if base is not None:
@@ -178,7 +182,9 @@ def export_adapter(adapter: str | Path, out: str | Path, *, base: str | None = N
         made.rename(target)
 
 
-def _base_tensors(reader: CheckpointReader, weights: str, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+def _base_tensors(
+    reader: CheckpointReader, weights: str, head: str, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of the model by its name in a plain checkpoint; packed weights decoded to fp32."""
     for module in reader.packed_modules():
         yield f"{module}.weight", _decode(reader.load_packed(module, device))
@@ -193,8 +199,18 @@ def _base_tensors(reader: CheckpointReader, weights: str, device: torch.device) 
         for module, tensor in zip(group, tensors, strict=True):
             del plain[f"{module}.weight"]
             yield f"{module}.weight", tensor
+    if head != "bf16" and not reader.is_packed("lm_head"):
+        yield _HEAD, _decoded_head(reader, head, device)
+        plain.pop(_HEAD, None)
     for name in plain:
         yield name, reader.load(name, device)
+
+
+def _decoded_head(reader: CheckpointReader, head: str, device: torch.device) -> torch.Tensor:
+    """What the run's packed head decodes to, fp32; made of the embedding where the two were tied."""
+    embeddings = [name for name in reader.names() if name.endswith("embed_tokens.weight")]
+    source = embeddings[0] if reader.config.get("tie_word_embeddings") and embeddings else _HEAD
+    return _decode(quantize_rows(get_format(head), reader.load(source, device).to(torch.bfloat16)))
 
 
 def _projection_groups(names: dict[str, None]) -> list[tuple[str, ...]]:

@@ -18,6 +18,7 @@ from qerl.formats.nf4 import CODE_BOOK
 from qerl.nn.group import WeightGroup
 from qerl.nn.linear import QuantLinear
 from qerl.nn.loading import (
+    HEAD_FORMATS,
     WEIGHT_FORMATS,
     ModelLoadError,
     empty_model,
@@ -50,7 +51,7 @@ def random_packed(
     """A random packed weight ``[rows, columns]`` of standard deviation 0.02, made on ``device``.
 
     Args:
-        format: ``"nvfp4"`` or ``"nf4"``; ``columns`` must be a multiple of its block size.
+        format: ``"nvfp4"``, ``"nf4"`` or ``"mxfp4"``; ``columns`` must be a multiple of its block size.
         generator: of ``device``; None: the global one.
     """
     block = get_format(format).block_size
@@ -59,6 +60,14 @@ def random_packed(
     if format == "nf4":
         absmax = torch.rand(shape, device=device, generator=generator).add_(0.5).mul_(STD / _rms(CODE_BOOK))
         return PackedTensor(format, (rows, columns), codes, absmax, None)
+    if format == "mxfp4":
+        # The two powers of two around the wanted root mean square of the scales, mixed so that they have it.
+        wanted = STD / _rms(_E2M1_MAGNITUDES)
+        lower = math.floor(math.log2(wanted))
+        share_of_upper = ((wanted / 2.0**lower) ** 2 - 1) / 3
+        upper = torch.rand(shape, device=device, generator=generator) < share_of_upper
+        scales = upper.to(torch.uint8) + (127 + lower)
+        return PackedTensor(format, (rows, columns), codes, scales.view(torch.float8_e8m0fnu), None)
     scale_rms = _rms(tuple(_e4m3(code) for code in range(*_SCALE_CODES)))
     divisor = _rms(_E2M1_MAGNITUDES) * scale_rms / STD
     scales = torch.randint(*_SCALE_CODES, shape, dtype=torch.uint8, device=device, generator=generator)
@@ -154,6 +163,7 @@ def random_model(
     config: PretrainedConfig,
     *,
     weights: str = "nvfp4",
+    head: str = "bf16",
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
     seed: int = 0,
@@ -164,13 +174,16 @@ def random_model(
 
     Args:
         config: of the model; its ``dtype`` is set.
-        weights: ``bf16``, ``nvfp4`` or ``nf4``.
+        weights: ``bf16``, ``nvfp4``, ``nf4`` or ``mxfp4``.
+        head: ``bf16`` (the compute dtype) or ``nvfp4``; of a tied embedding, as in ``load_model``.
         dtype, device: as in ``load_model``.
         seed: of the weights.
 
     Raises:
         ModelLoadError: an unknown format.
     """
+    if head not in HEAD_FORMATS[1:]:
+        raise ModelLoadError(f"head={head!r} is unknown; choose from {', '.join(HEAD_FORMATS[1:])}.")
     if weights not in WEIGHT_FORMATS:
         raise ModelLoadError(f"weights={weights!r} is unknown; choose from {', '.join(WEIGHT_FORMATS)}.")
     device = resolve_device(device)
@@ -187,7 +200,8 @@ def random_model(
             for name, linear in zip(found.full_names, found.linears, strict=True)
             if linear.in_features % block == 0
         )
-    fill_model(model, RandomWeights(shapes, packed, weights, dtype, device, seed), weights, dtype, device)
+    source = RandomWeights(shapes, packed, weights, dtype, device, seed)
+    fill_model(model, source, weights, dtype, device, head)
     return model
 
 

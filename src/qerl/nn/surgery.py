@@ -117,3 +117,8 @@ def install_mlps(model: nn.Module) -> list[str]:
 def quant_groups(model: nn.Module) -> dict[str, WeightGroup]:
     """All weight groups of a model by name."""
     return {name: m for name, m in model.named_modules() if isinstance(m, WeightGroup)}
+
+
+def packed_parameters(model: nn.Module) -> list[str]:
+    """Names of all packed buffers, as ``model`` knows them."""
+    return [f"{name}.packed" for name in quant_groups(model)]

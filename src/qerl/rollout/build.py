@@ -114,7 +114,8 @@ def load_adapter(model: nn.Module, adapter: str | Path, *, is_trainable: bool = 
     wrapped = PeftModel.from_pretrained(
         model, str(folder), config=config, autocast_adapter_dtype=True, is_trainable=is_trainable
     )
-    have = {name.replace(".default", "") for name in wrapped.state_dict() if "lora_" in name}
+    # Not the state dict: it would turn every packed weight into rows.
+    have = {name.replace(".default", "") for name, _ in wrapped.named_parameters() if "lora_" in name}
     with safe_open(weights, framework="pt") as file:
         stored = set(file.keys())
     if have != stored:
@@ -132,6 +133,7 @@ def build_engine(
     model_path: str | Path,
     *,
     weights: str = "auto",
+    head: str = "auto",
     adapter: str | Path | None = None,
     device: str | torch.device = "auto",
     dtype: str = "auto",
@@ -144,7 +146,7 @@ def build_engine(
 
     Args:
         model_path: folder with config.json and safetensors (16-bit or packed).
-        weights: see :func:`qerl.nn.loading.load_model`.
+        weights, head: see :func:`qerl.nn.loading.load_model`.
         adapter: PEFT adapter folder; a checkpoint of a run is one.
         max_model_len: default: the model's positions, at most 4096.
         kv_dtype, cuda_graphs: see :class:`~qerl.rollout.engine.EngineConfig`.
@@ -154,7 +156,7 @@ def build_engine(
         raise FileNotFoundError(f"{path} holds no model (no config.json): give a local folder")
     positions = json.loads((path / "config.json").read_text()).get("max_position_embeddings", DEFAULT_MAX_MODEL_LEN)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    model = load_model(path, weights=weights, device=device, dtype=dtype)
+    model = load_model(path, weights=weights, head=head, device=device, dtype=dtype)
     if adapter is not None:
         model = load_adapter(model, adapter)
     engine = make_engine(

@@ -1,8 +1,9 @@
 """What a request must satisfy before anything runs; every message holds the numbers and what to change."""
 
+import numbers
 from collections.abc import Sequence
 
-from qerl.rollout.core import RequestTooLongError, SamplingParams
+from qerl.rollout.core import NotTokenIdsError, RequestTooLongError, SamplingParams
 from qerl.rollout.kv_cache import blocks_for_tokens
 
 
@@ -18,6 +19,20 @@ def check_prompt_ids(prompt_ids: Sequence[int], num_prompts: int) -> None:
         raise ValueError(
             f"{len(prompt_ids)} prompt_ids hold only {len(set(prompt_ids))} distinct values: prompts with "
             "the same id would draw the same random numbers"
+        )
+
+
+def check_token_ids(prompts: Sequence[Sequence[int]]) -> None:
+    """Prompts are sequences (lists, tuples) of integers, of Python or of numpy.
+
+    Raises:
+        NotTokenIdsError: texts, a flat list, tensors or what a tokenizer returns; naming what was found.
+    """
+    found = _not_token_ids(prompts)
+    if found:
+        raise NotTokenIdsError(
+            f"prompts are lists of token ids, but {found}: tokenize with tokenizer.apply_chat_template(..., "
+            "return_dict=False) or tokenizer(...).input_ids, and .tolist() what is a tensor"
         )
 
 
@@ -73,6 +88,24 @@ def check_capacity(
             f"cache: with max_tokens={sampling.max_tokens} the largest needs {max(needed)} blocks of {block_size} "
             f"tokens, the cache has {num_blocks}; raise num_blocks or memory_bytes, or lower max_tokens"
         )
+
+
+def _not_token_ids(prompts: object) -> str:
+    """What keeps ``prompts`` from being lists of token ids; nothing if they are."""
+    if not _is_sequence(prompts):
+        return f"a {type(prompts).__name__} was given for the list of them"
+    for index, prompt in enumerate(prompts):
+        if not _is_sequence(prompt):
+            return f"prompt {index} is a {type(prompt).__name__}"
+        # Types first: a batch has few of them and hundreds of thousands of tokens.
+        for kind in set(map(type, prompt)):
+            if kind is bool or not issubclass(kind, numbers.Integral):
+                return f"prompt {index} holds a {kind.__name__}"
+    return ""
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _some(indices: list[int]) -> str:

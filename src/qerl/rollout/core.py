@@ -22,6 +22,10 @@ FinishReason = Literal["stop", "length"]
 MIN_TEMPERATURE = 1e-3
 
 
+class NotTokenIdsError(ValueError):
+    """Prompts that are something else than lists of token ids, such as texts."""
+
+
 class RequestTooLongError(ValueError):
     """A prompt with its completion exceeds the model length or the whole KV cache; nothing was generated."""
 

@@ -14,7 +14,7 @@ import torch
 
 from qerl.rollout.attention import decode_kernel_serves
 from qerl.rollout.blocks import BlockAllocator
-from qerl.rollout.checks import check_capacity, check_lengths, check_prompt_ids, check_prompts
+from qerl.rollout.checks import check_capacity, check_lengths, check_prompt_ids, check_prompts, check_token_ids
 from qerl.rollout.config import EngineConfig, EngineStats
 from qerl.rollout.core import CompletionOutput, Runner, SamplingParams
 from qerl.rollout.decode_run import Decoder
@@ -100,11 +100,13 @@ class RolloutEngine:
             ``[prompt][sample]`` in the order asked. ``stats`` describes the call.
 
         Raises:
+            NotTokenIdsError: texts, tensors or a flat list instead of lists of token ids.
             ValueError: an empty prompt, a token outside the vocabulary, or prompt ids that do not match.
             RequestTooLongError: a prompt exceeds the model length or the KV cache. Nothing was generated.
             NonFiniteLogitsError: the model returned NaN. The pool's contents are dropped; the engine stays usable.
             RuntimeError: called from its own progress callback, or while a session is open.
         """
+        check_token_ids(prompts)
         self._require_idle("generate")
         started = time.perf_counter()
         ids = list(range(len(prompts))) if prompt_ids is None else list(prompt_ids)

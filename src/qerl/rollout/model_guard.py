@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from qerl.nn.lora import lora_layers
+from qerl.rollout.checks import check_token_ids
 from qerl.rollout.core import CompletionOutput, SamplingParams
 from qerl.rollout.engine import EngineConfig, RolloutEngine
 from qerl.rollout.runner import DecoderRunner
@@ -82,6 +83,7 @@ class GuardedEngine(RolloutEngine):
             StaleEngineError: the model was cast, moved, resized or given another adapter since the engine was built.
             AdapterMismatchError: the active adapter does not fit the engine (another rank, several, none).
         """
+        check_token_ids(prompts)
         self._follow_model("generate")
         return super().generate(prompts, sampling, **options)
 

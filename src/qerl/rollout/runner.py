@@ -6,6 +6,7 @@ that engine and trainer log-probs differ by summation order only.
 """
 
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from qerl.nn.linear import QuantLinear
 from qerl.nn.lora import LoraQuantLinear
 from qerl.nn.mlp import GatedMLP
 from qerl.nn.norm import RMSNorm
+from qerl.nn.quant_head import weight_of
 from qerl.rollout.attention import paged_attention
 from qerl.rollout.core import ForwardBatch
 from qerl.rollout.kv_cache import KVCache
@@ -131,13 +133,14 @@ class DecoderRunner:
         self.causal = causal
         self.decoder = causal.model
         self.embedding: nn.Embedding = causal.get_input_embeddings()
-        self.head: nn.Linear = causal.get_output_embeddings()
+        self.output: nn.Module = causal.get_output_embeddings()
         self.dtype: torch.dtype = self.embedding.weight.dtype
         self.num_layers: int = config.num_hidden_layers
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = config.num_key_value_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
-        self.vocab_size: int = self.head.weight.shape[0]
+        head = self.head
+        self.vocab_size: int = head.out_features if isinstance(head, WeightGroup) else head.shape[0]
         self.max_position = min(_usable_positions(config), max_len or config.max_position_embeddings)
         self.scale = self.head_dim**-0.5
         self.shadows = LoraShadows(model, self.dtype)
@@ -168,6 +171,11 @@ class DecoderRunner:
         """Where the weights are."""
         return self.embedding.weight.device
 
+    @property
+    def head(self) -> torch.Tensor | WeightGroup:
+        """The trainer's output head: its weight [vocab, hidden], or the group of a packed one."""
+        return weight_of(self.output)
+
     def sync(self) -> None:
         """Bring the LoRA shadows up to the masters (in place); base weights and norms are shared and never move."""
         cuda = self.device.type == "cuda"
@@ -179,19 +187,23 @@ class DecoderRunner:
             torch.cuda.synchronize(self.device)
         self.sync_ms = 1e3 * (time.perf_counter() - started)
 
-    def capture_key(self) -> tuple[int | bool, ...]:
-        """Addresses of everything that ``forward`` reads beside its arguments, and which adapters are enabled."""
-        tensors = [self.embedding.weight, self.head.weight, self.rope, self.final_norm.weight, self.final_norm.noise]
+    def capture_key(self) -> tuple[Hashable, ...]:
+        """Addresses of everything that ``forward`` reads beside its arguments, which adapters are enabled, and what the
+        groups pass to their kernels by value."""
+        head = self.head
+        weight = head.packed if isinstance(head, WeightGroup) else head
+        tensors = [self.embedding.weight, weight, self.rope, self.final_norm.weight, self.final_norm.noise]
+        groups: list[Hashable] = [head.capture_key()] if isinstance(head, WeightGroup) else []
         for layer in self.layers:
             norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm)
             linears = (layer.qkv, layer.o, layer.gate_up, layer.down)
             tensors += [tensor for norm in norms if norm is not None for tensor in (norm.weight, norm.noise)]
-            tensors += [linear.group.packed for linear in linears]
+            groups += [linear.group.capture_key() for linear in linears]
             tensors += [linear.bias for linear in linears if linear.bias is not None]
         adapters = self.shadows.groups
         tensors += [tensor for group in adapters for tensor in (group.a, group.b.buffer)]
         enabled = [is_active for group in adapters for is_active in group.active]
-        return (*(tensor.data_ptr() for tensor in tensors), *enabled)
+        return (*(tensor.data_ptr() for tensor in tensors), *groups, *enabled)
 
     def _attend(self, layer: Layer, index: int, x: torch.Tensor, batch: ForwardBatch, kv: KVCache) -> torch.Tensor:
         # AQN never perturbs the norms of heads, so that their noise slots stay empty and need not be read.
@@ -213,7 +225,7 @@ class DecoderRunner:
             attended = self._attend(layer, index, normed, batch, kv)
             normed, hidden = _add_norm(attended, hidden, layer.post_norm)
             normed, hidden = _add_norm(layer.down(silu_mul(layer.gate_up(normed))), hidden, next_norm)
-        return fp32_logits(normed.index_select(0, batch.logits_index), self.head.weight)
+        return fp32_logits(normed.index_select(0, batch.logits_index), self.head)
 
 
 def _add_norm(x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:

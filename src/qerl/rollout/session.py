@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl.rollout.checks import check_capacity, check_lengths, check_prompts
+from qerl.rollout.checks import check_capacity, check_lengths, check_prompts, check_token_ids
 from qerl.rollout.core import FinishReason, SamplingParams
 from qerl.rollout.decode_run import DrawnTokens
 from qerl.rollout.loop import StepLoop
@@ -50,10 +50,12 @@ class EngineSession:
         Requests are served first come, first served. May be called between steps.
 
         Raises:
+            NotTokenIdsError: a text or a tensor instead of a list of token ids.
             ValueError: an empty prompt or a token outside the vocabulary.
             RequestTooLongError: prompt plus ``max_tokens`` exceed the model length or the KV cache.
             RuntimeError: the session is closed.
         """
+        check_token_ids([prompt])
         loop, engine = self._open(), self._engine
         check_prompts([prompt], engine.runner.vocab_size)
         check_lengths([prompt], sampling, engine.max_model_len)

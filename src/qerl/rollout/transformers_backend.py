@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
+from qerl.rollout.checks import check_token_ids
 from qerl.rollout.core import CompletionOutput, SamplingParams
 from qerl.rollout.engine import EngineStats
 
@@ -48,8 +49,10 @@ class TransformersEngine:
         """Sample ``sampling.n`` completions per prompt, in order; see the engine for the arguments.
 
         Raises:
+            NotTokenIdsError: texts, tensors or a flat list instead of lists of token ids.
             ValueError: a prompt that does not fit ``max_model_len``.
         """
+        check_token_ids(prompts)
         longest = max((len(p) for p in prompts), default=0)
         if longest + sampling.max_tokens > self.max_model_len:
             raise ValueError(

@@ -109,6 +109,10 @@ class Server:
         self, request: Request, parse: Callable[[Any], GenerationRequest], make_format: Callable[[str, bool], Format]
     ) -> Response:
         self._check_key(request)
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            # A page in the user's browser may post any other type to a loopback port without asking.
+            raise ApiError(f"the body must be application/json, the request says {kind or 'nothing'}", status=415)
         try:
             body = json.loads(await request.body())
         except (json.JSONDecodeError, UnicodeDecodeError) as error:

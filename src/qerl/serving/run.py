@@ -1,7 +1,9 @@
-"""Start the server: checks that need no model first, then the model, then the port."""
+"""Start the server: checks that need no model first, the port among them, then the model, then clients may connect."""
 
 import ipaddress
 import logging
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 from qerl.rollout.build import build_engine
@@ -9,6 +11,7 @@ from qerl.rollout.core import SamplingParams
 from qerl.rollout.engine import RolloutEngine
 from qerl.rollout.runner import UnsupportedArchitectureError
 from qerl.serving.errors import MissingServerPackageError
+from qerl.serving.ports import bound_sockets, listen
 from qerl.serving.requests import RequestParser
 from qerl.serving.worker import EngineWorker
 
@@ -43,6 +46,19 @@ def _warm_up(engine: RolloutEngine) -> None:
             session.step()
 
 
+def _require_packages() -> None:
+    """Raise `MissingServerPackageError` unless the packages of the extra ``serve`` are here."""
+    try:
+        for package in ("uvicorn", "fastapi"):
+            import_module(package)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("fastapi", "uvicorn", "starlette"):
+            raise
+        raise MissingServerPackageError(
+            f"serving needs the package {error.name}: pip install 'qerl[serve]' (FastAPI and uvicorn)"
+        ) from error
+
+
 def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
@@ -61,6 +77,7 @@ def serve(
     port: int = 8000,
     api_key: str | None = None,
     weights: str = "auto",
+    head: str = "auto",
     device: str = "auto",
     max_model_len: int | None = None,
     max_num_seqs: int = 256,
@@ -70,39 +87,42 @@ def serve(
 
     Args:
         name: that clients ask for; default: name of the folder.
-        max_model_len, max_num_seqs, kv_dtype: see :func:`qerl.rollout.build.build_engine`.
+        weights, head, max_model_len, max_num_seqs, kv_dtype: see :func:`qerl.rollout.build.build_engine`.
 
     Raises:
         UnprotectedServerError: an address that others can reach, without a key.
+        PortError: the port is in use, or the host is none of this machine; found before the model is loaded.
         MissingServerPackageError: FastAPI or uvicorn is not installed.
         UnsupportedArchitectureError: a model that the engine does not run.
     """
     check_exposure(host, api_key)
-    try:
-        import uvicorn
+    _require_packages()
+    import uvicorn
 
-        from qerl.serving.app import Server
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("fastapi", "uvicorn", "starlette"):
-            raise
-        raise MissingServerPackageError(
-            f"serving needs the package {error.name}: pip install 'qerl[serve]' (FastAPI and uvicorn)"
-        ) from error
-    engine, tokenizer, _ = build_engine(
-        model,
-        weights=weights,
-        adapter=adapter,
-        device=device,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        kv_dtype=kv_dtype,
-    )
-    if not isinstance(engine, RolloutEngine):
-        raise UnsupportedArchitectureError(f"{model} runs on transformers' generation only, which cannot be served")
-    # Kernels are compiled, and weights decoded where that is done once, before the first client waits for it.
-    _warm_up(engine)
-    served_name = name or Path(model).resolve().name
-    parser = RequestParser(tokenizer, served_name, engine.max_model_len, engine.runner.vocab_size)
-    server = Server(EngineWorker(engine), parser, api_key)
-    logger.info("serving %s at http://%s:%d/v1 (%d tokens a request)", served_name, host, port, engine.max_model_len)
-    uvicorn.run(server.app(), host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+    from qerl.serving.app import Server
+
+    with bound_sockets(host, port) as sockets:
+        engine, tokenizer, _ = build_engine(
+            model,
+            weights=weights,
+            head=head,
+            adapter=adapter,
+            device=device,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            kv_dtype=kv_dtype,
+        )
+        if not isinstance(engine, RolloutEngine):
+            raise UnsupportedArchitectureError(f"{model} runs on transformers' generation only, which cannot be served")
+        # Kernels are compiled, and weights decoded where that is done once, before the first client waits for it.
+        _warm_up(engine)
+        served_name = name or Path(model).resolve().name
+        parser = RequestParser(tokenizer, served_name, engine.max_model_len, engine.runner.vocab_size)
+        app = Server(EngineWorker(engine), parser, api_key).app()
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+        listen(sockets)
+        limit = engine.max_model_len
+        logger.info("serving %s at http://%s:%d/v1 (%d tokens a request)", served_name, host, port, limit)
+        # uvicorn raises the signal that stopped it once more; Ctrl-C is how a server ends, so that is no error.
+        with suppress(KeyboardInterrupt):
+            server.run(sockets=sockets)

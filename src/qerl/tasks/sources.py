@@ -103,7 +103,8 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+                # The error's own text counts lines within this line.
+                raise ValueError(f"{path}, line {number}: not JSON ({error.msg}, column {error.colno})") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number}: a {type(row).__name__} where an object was expected")
             rows.append(row)

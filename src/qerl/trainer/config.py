@@ -6,7 +6,6 @@ fields that steer a vLLM process are refused with the replacement named.
 """
 
 import dataclasses
-import logging
 import math
 import os
 from dataclasses import dataclass, field
@@ -16,8 +15,6 @@ import torch
 from trl import GRPOConfig
 
 from qerl.rl.schedule import SCHEDULES, NoiseSchedule
-
-logger = logging.getLogger(__name__)
 
 ROLLOUT_BACKENDS = ("auto", "engine", "transformers")
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
@@ -80,7 +77,12 @@ class QeRLConfig(GRPOConfig):
     )
 
     # Weights and adapter.
-    weights: str = field(default="auto", metadata=_help("Frozen base weights: auto (as stored), bf16, nvfp4 or nf4."))
+    weights: str = field(
+        default="auto", metadata=_help("Frozen base weights: auto (as stored), bf16, nvfp4, nf4 or mxfp4.")
+    )
+    head: str = field(
+        default="auto", metadata=_help("Output head, trainer and engine alike: auto (as stored), bf16 or nvfp4.")
+    )
     dtype: str = field(
         default="auto",
         metadata=_help("Compute dtype: auto (bfloat16 on CUDA, float32 on CPU), bfloat16, float32."),
@@ -151,6 +153,8 @@ class QeRLConfig(GRPOConfig):
     min_ess_patience: int = field(default=5, metadata=_help("Consecutive rollouts below min_ess before the stop."))
 
     def __post_init__(self) -> None:
+        # transformers and TRL overwrite fields with what follows from others, and refuse some of that as input.
+        self._given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
         self._refuse_replaced_fields()
         if self.gradient_checkpointing is None:
             self.gradient_checkpointing = torch.cuda.is_available() and not self.use_cpu
@@ -192,7 +196,7 @@ class QeRLConfig(GRPOConfig):
         self._check_choice("aqn_scope", AQN_SCOPES)
         self._check_choice("rollout_backend", ROLLOUT_BACKENDS)
         self._check_choice("overlong_prompts", OVERLONG_PROMPTS)
-        self._check_choice("weights", ("auto", "bf16", "nvfp4", "nf4"))
+        self._check_choice("weights", ("auto", "bf16", "nvfp4", "nf4", "mxfp4"))
         NoiseSchedule(self.aqn_schedule, self.sigma_start, self.sigma_end, self.num_stages, total_updates=1)
         if self.bf16 or self.fp16:
             raise ConfigError("bf16/fp16 autocast would round unlike the engine; set dtype='bfloat16' instead.")
@@ -215,14 +219,23 @@ class QeRLConfig(GRPOConfig):
         for name in ("lora_r", "max_num_seqs", "min_ess_patience"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.aqn_schedule not in ("none", "constant") and 0 < self.max_steps < self.num_stages:
-            logger.warning(
-                "max_steps=%d is less than num_stages=%d: some noise stages are skipped, the first (no noise) too",
-                self.max_steps, self.num_stages,
-            )  # fmt: skip
         self._check_choice("loss_type", LOSS_TYPES)
         self._check_choice("importance_sampling_level", ("token", "sequence"))
         self._check_save_boundary()
+
+    def given_values(self) -> dict[str, Any]:
+        """The fields as plain values for YAML, from which an equal config can be made.
+
+        Fields that follow from others or from the machine are as they were given (mostly None). Left out are tokens and
+        other secrets, objects, and ``resume_from_checkpoint``, which says how to start a run, not what it is.
+        """
+        values = {}
+        for name, value in self._given.items():
+            value = getattr(value, "value", value)
+            plain = isinstance(value, (str, int, float, bool, list, dict)) or value is None
+            if plain and not name.endswith("_token") and name != "resume_from_checkpoint":
+                values[name] = value
+        return values
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         if getattr(self, name) not in choices:

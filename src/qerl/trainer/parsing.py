@@ -105,6 +105,9 @@ def build_configs(values: Mapping[str, Any]) -> tuple[RunConfig, Any]:
     from qerl.trainer.config import QeRLConfig
 
     run_values, trainer_values = split_fields(values, RunConfig, QeRLConfig)
+    resume = trainer_values.get("resume_from_checkpoint")
+    if isinstance(resume, bool):  # a bare flag, or YAML's true and false, of a field that transformers declares a word
+        trainer_values["resume_from_checkpoint"] = "true" if resume else None
     check_types(run_values, RunConfig)
     check_types(trainer_values, QeRLConfig)
     try:

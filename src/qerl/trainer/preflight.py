@@ -100,6 +100,15 @@ def longest_eval_prompt(
     return longest
 
 
+def warn_of_skipped_stages(args: QeRLConfig) -> None:
+    """Warn where a run with noise has fewer updates than noise stages."""
+    if args.aqn_schedule not in ("none", "constant") and 0 < args.max_steps < args.num_stages:
+        logger.warning(
+            "max_steps=%d is less than num_stages=%d: some noise stages are skipped, the first (no noise) too",
+            args.max_steps, args.num_stages,
+        )  # fmt: skip
+
+
 def kv_cache_bytes(engine: RolloutEngine, rows: int, prompt_len: int, max_model_len: int) -> int:
     """Bytes of the KV cache that a rollout of ``rows`` samples takes at most (every sample at full length)."""
     runner, config = engine.runner, engine.config

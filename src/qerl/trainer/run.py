@@ -23,9 +23,9 @@ from qerl.evaluation.result import EvalResult
 from qerl.evaluation.run_log import (
     AFTER_DIR,
     BEFORE_DIR,
-    METRICS_FILE,
-    SUMMARY_FILE,
     RunExistsError,
+    clear_failed_start,
+    has_updates,
     update_summary,
 )
 from qerl.evaluation.runner import evaluate
@@ -89,7 +89,7 @@ def resume_checkpoint(args: QeRLConfig) -> str | None:
     """The checkpoint to resume from: a path, the newest one of the output folder, or None.
 
     Raises:
-        RunExistsError: the folder holds a run and nothing was said about resuming.
+        RunExistsError: the folder holds a run with updates and nothing was said about resuming.
         ConfigError: resuming was asked for and there is no checkpoint.
     """
     wanted = args.resume_from_checkpoint
@@ -111,7 +111,7 @@ def resume_checkpoint(args: QeRLConfig) -> str | None:
             f"{folder} already holds a run; add --resume_from_checkpoint true to continue it, or choose another "
             "output_dir"
         )
-    if any((folder / name).is_file() for name in (SUMMARY_FILE, METRICS_FILE)):
+    if has_updates(folder):
         raise RunExistsError(f"{folder} already holds a run without a checkpoint; choose another output_dir")
     return None
 
@@ -178,6 +178,8 @@ class Run:
         trainer.add_callback(stop)
         for noisy in (PrinterCallback, ProgressCallback):  # the live line replaces them
             trainer.remove_callback(noisy)
+        if self.checkpoint is None and trainer.accelerator.is_main_process:
+            clear_failed_start(self.args.output_dir)
         summary: dict[str, Any] = {"model": run.model, "task": run.task}
         if self.evaluates[BEFORE_DIR] and self.checkpoint is None:
             summary["before"] = self._evaluate(trainer, BEFORE_DIR, pool)
@@ -226,6 +228,7 @@ class Run:
             resume=False,
             model=self.run.model,
             weights=getattr(trainer.accelerator.unwrap_model(trainer.model), "qerl_weights", None),
+            head=None if self.args.head == "auto" else self.args.head,
             template_options=self.args.chat_template_kwargs,
         )
         trainer.model.train()

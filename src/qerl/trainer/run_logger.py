@@ -1,6 +1,5 @@
 """Callback that writes the run folder (metrics, samples, config) and prints the live line of every step."""
 
-import dataclasses
 import logging
 import resource
 import sys
@@ -88,7 +87,7 @@ class RunLogger(TrainerCallback):
             return
         resume = state.global_step if state.global_step > 0 else None
         self.writer = RunWriter(args.output_dir, resume_step=resume)
-        self.writer.write_config({**self.run_values, **plain_config(args)})
+        self.writer.write_config({**self.run_values, **args.given_values()})
         self.writer.write_environment(describe_environment())
 
     def on_step_begin(
@@ -167,19 +166,6 @@ class RunLogger(TrainerCallback):
             )
         if metrics.get("clipped_ratio") == 1.0:
             self.show("warning: every completion was cut off at max_completion_length; raise it or check the EOS ids")
-
-
-def plain_config(args: TrainingArguments) -> dict[str, Any]:
-    """The config as plain values for YAML; tokens and other secrets are left out."""
-    values = {}
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        if field.name.endswith("_token") or not field.init:
-            continue
-        value = getattr(value, "value", value)
-        if isinstance(value, (str, int, float, bool, list, dict)) or value is None:
-            values[field.name] = value
-    return values
 
 
 def _as_text(messages: Any) -> str:

@@ -1,11 +1,23 @@
-"""Reward functions as the trainer calls them: under their own name, with their seconds counted."""
+"""Reward functions as the trainer calls them: under their own name, with their seconds counted, mistakes named."""
 
 import inspect
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+
+
+class RewardCallError(ValueError):
+    """A reward function that raised, or that did not return a reward for each completion.
+
+    ``details`` are the lines of the function's own traceback (empty where it returned); the exception is the cause.
+    """
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
 
 
 class TimedReward:
@@ -13,6 +25,10 @@ class TimedReward:
 
     Args:
         function: TRL's convention, ``fn(prompts, completions, **columns) -> list[float | None]``.
+
+    Raises:
+        RewardCallError: when called, for whatever the function raises (errors that a reward of qerl's states are left
+            as they are), and for a return value that is not a number or None for each completion.
     """
 
     def __init__(self, function: Callable[..., list[float | None]]) -> None:
@@ -24,8 +40,46 @@ class TimedReward:
     def __call__(self, **kwargs: Any) -> list[float | None]:
         start = time.perf_counter()
         self.answers = list(kwargs.get("answer") or [])
-        rewards = self.function(**kwargs)
+        rewards = self._call(kwargs)
         self.seconds += time.perf_counter() - start
+        return rewards
+
+    def _call(self, kwargs: dict[str, Any]) -> list[float | None]:
+        try:
+            rewards = self.function(**kwargs)
+            if inspect.isgenerator(rewards):
+                rewards = list(rewards)
+        except Exception as error:  # the user's code: raised again, named
+            if type(error).__module__.partition(".")[0] == "qerl":
+                raise
+            frames = traceback.extract_tb(error.__traceback__)[1:]  # without this one
+            raise RewardCallError(
+                f"reward function {self.__name__!r} raised {type(error).__name__}: {error}",
+                "".join(traceback.format_list(frames)),
+            ) from error
+        return self._checked(rewards, len(kwargs["completions"]))
+
+    def _checked(self, rewards: Any, expected: int) -> list[float | None]:
+        if (
+            isinstance(rewards, (str, bytes, dict))
+            or not hasattr(rewards, "__len__")
+            or not hasattr(rewards, "__iter__")
+        ):
+            raise RewardCallError(
+                f"reward function {self.__name__!r} returned {rewards!r:.80}; return a list with one number (or None) "
+                "for each completion"
+            )
+        if len(rewards) != expected:
+            raise RewardCallError(
+                f"reward function {self.__name__!r} returned {len(rewards)} rewards for {expected} completions; return "
+                "one number (or None) for each"
+            )
+        for row, reward in enumerate(rewards):
+            if reward is not None and not hasattr(reward, "__float__"):
+                raise RewardCallError(
+                    f"reward function {self.__name__!r} returned {reward!r:.80} for row {row}; return a number, or "
+                    "None to leave a sample out"
+                )
         return rewards
 
     def take_seconds(self) -> float:

@@ -30,6 +30,7 @@ from qerl.nn.head import install_scoring_head
 from qerl.nn.loading import eos_token_ids, load_model
 from qerl.nn.lora import LoraQuantLinear, check_lora_config, prepare_lora_config
 from qerl.nn.norm import aqn_norms
+from qerl.nn.surgery import packed_parameters
 from qerl.rl.aqn import NoiseInjector
 from qerl.rollout.build import make_engine
 from qerl.rollout.engine import RolloutEngine
@@ -45,8 +46,10 @@ from qerl.trainer.preflight import (
     longest_eval_prompt,
     memory_table,
     try_worst_case,
+    warn_of_skipped_stages,
 )
 from qerl.trainer.regroup import regroup
+from qerl.trainer.reward_arguments import check_reward_arguments
 from qerl.trainer.sampler import EpochRepeatSampler
 from qerl.trainer.timed_reward import TimedReward, timed
 
@@ -81,6 +84,7 @@ class QeRLTrainer(GRPOTrainer):
 
     Raises:
         ConfigError: anything that can be known to fail before step 1.
+        RewardArgumentError: a reward function that cannot be called with the columns of the data.
     """
 
     _tag_names = ("trl", "grpo", "qerl")
@@ -99,12 +103,17 @@ class QeRLTrainer(GRPOTrainer):
         eval_max_new_tokens: int | None = None,
         **kwargs: Any,
     ) -> None:
+        rewards = timed(reward_funcs)
+        if isinstance(train_dataset, Dataset):
+            has_environments = kwargs.get("environment_factory") is not None
+            check_reward_arguments(rewards, train_dataset.column_names, environments=has_environments)
         set_seed(args.seed)  # the adapter is initialized before transformers seeds anything
         if isinstance(model, (str, Path)):
             path = model
             model = load_model(
                 path,
                 weights=args.weights,
+                head=args.head,
                 dtype=args.dtype,
                 device="cpu" if args.use_cpu else args.device,
                 trust_remote_code=args.trust_remote_code,
@@ -126,7 +135,6 @@ class QeRLTrainer(GRPOTrainer):
             train_dataset, longest_prompt = check_prompts(train_dataset, processing_class, args, kwargs.get("tools"))
             longest_eval = longest_eval_prompt(kwargs.get("eval_dataset"), processing_class, args, kwargs.get("tools"))
             longest_prompt = max(longest_prompt, longest_eval)
-        rewards = timed(reward_funcs)
         super().__init__(
             model=model,
             reward_funcs=rewards,
@@ -137,6 +145,9 @@ class QeRLTrainer(GRPOTrainer):
             callbacks=callbacks,
             **kwargs,
         )
+        # Every rank reads the packed weights itself, and may hold them in another layout than the first one: DDP must
+        # not overwrite them with the first rank's bytes. (torch has no public name for this list.)
+        self.model._ddp_params_and_buffers_to_ignore = packed_parameters(self.model)
         self._timed_rewards = [f for f in rewards if isinstance(f, TimedReward)]
         self._low_ess_rollouts = 0
         self._rewards_per_func: torch.Tensor | None = None
@@ -211,6 +222,7 @@ class QeRLTrainer(GRPOTrainer):
                 f"AQN found {len(norms)} norms to perturb, expected {expected} (two a layer); set aqn_schedule='none' "
                 "to train this architecture without noise"
             )
+        warn_of_skipped_stages(self.args)
         return NoiseInjector(norms, self.args.seed)
 
     @property
@@ -361,6 +373,14 @@ class QeRLTrainer(GRPOTrainer):
         finally:
             if self.noise is not None:
                 self.noise.clear()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Left to itself, PEFT takes the state dict of the whole model, a second copy of weights in tiles."""
+        adapters = {name: value for name, value in self.model.named_parameters() if "lora_" in name}
+        super()._save(output_dir, state_dict or adapters or None)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Not written: TRL's card knows bases on the hub only and calls a local one None; PEFT's card names it."""
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
         """TRL's prompt order as a function of seed and epoch, so that a resume continues it."""

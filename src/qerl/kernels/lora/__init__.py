@@ -51,9 +51,12 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, slot: int | None = None) -> to
 def overlap_slot(x: torch.Tensor) -> int | None:
     """What lets the product of ``x`` run beside :func:`lora_shrink`, for both of them; None where it cannot.
 
-    It can on a Hopper GPU, with no copy of x in between.
+    It can on a Hopper GPU, with no copy of x in between. Not under torch.compile, which has no addresses and would keep
+    one slot for ever.
     """
-    return hopper.next_slot() if _on_hopper(x) and x.is_contiguous() and x.data_ptr() % 16 == 0 else None
+    if torch.compiler.is_compiling() or not (_on_hopper(x) and x.is_contiguous() and x.data_ptr() % 16 == 0):
+        return None
+    return hopper.next_slot()
 
 
 def _on_hopper(x: torch.Tensor) -> bool:

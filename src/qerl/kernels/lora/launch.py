@@ -19,7 +19,7 @@ _LARGEST_EXPAND_ROWS = 64
 
 def num_splits(rows: int, ranks: int, in_features: int, multiprocessors: int) -> int:
     """Splits of K that give every SM its programs; a power of two, from shapes alone."""
-    programs = -(-rows // BLOCK_M) * -(-ranks // BLOCK_R)
+    programs = max(1, -(-rows // BLOCK_M) * -(-ranks // BLOCK_R))
     limit = max(1, min(_PROGRAMS_PER_SM * multiprocessors // programs, -(-in_features // BLOCK_K), MAX_SPLITS))
     return 1 << (limit.bit_length() - 1)
 

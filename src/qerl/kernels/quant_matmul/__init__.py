@@ -3,7 +3,8 @@
 CPU tensors take the plain torch reference. On CUDA, weights in tiles go through the Hopper kernels (``cuda/``) up to
 `MANY_ROWS` rows; weights in rows go through a Triton kernel up to `FEW_ROWS`. Both keep weights packed until
 registers. More rows dequantize into a reused workspace and multiply with cuBLAS. All multiply by the same bf16 weights,
-accumulate in fp32, apply the global scale to the accumulator and round once.
+accumulate in fp32, apply the global scale to the accumulator and round once, or not at all where an fp32 result is
+asked for.
 
 The ops are registered with torch.library (torch.compile and CUDA graphs see opaque calls); autograd is the
 caller's.
@@ -56,7 +57,11 @@ def tiles_supported(device: torch.device) -> bool:
 
 
 def quant_matmul(
-    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None = None, lora: LoraUpdate | None = None
+    x: torch.Tensor,
+    weight: GroupWeight,
+    bias: torch.Tensor | None = None,
+    lora: LoraUpdate | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """``y = x W^T + u b^T + bias`` with packed W.
 
@@ -65,18 +70,20 @@ def quant_matmul(
         weight: packed ``[N, K]`` on the device of `x`.
         bias: ``[N]`` in the dtype of `x`, or None.
         lora: added in fp32 before rounding; only with x ``[M, K]``. Ranks in multiples of 8.
+        out_dtype: of the result: that of `x` (None), or fp32, for which nothing is rounded.
 
     Returns:
-        ``[..., N]`` in the dtype of `x`: fp32 accumulation, global scale, LoRA and bias in fp32, rounded once.
+        ``[..., N]`` in `out_dtype`: fp32 accumulation, global scale, LoRA and bias in fp32, rounded once.
         fp32 `x` is multiplied by the weights in fp32.
 
     Raises:
-        ActivationDtypeError: fp16. The product without the global scale reaches 2688 |x| per term and split-K
-            libraries may round such partial sums to fp16, where they overflow (vllm#33972).
+        ActivationDtypeError: another `out_dtype`, or fp16. The product without the global scale reaches 2688 |x| per
+            term and split-K libraries may round such partial sums to fp16, where they overflow (vllm#33972).
         ValueError: shapes or devices that do not fit.
         UnsupportedGPUError: a GPU below sm_80.
     """
     _check_activation("x", x, weight, weight.in_features)
+    wide = _is_wide(x, out_dtype)
     if bias is not None and (bias.shape != (weight.out_features,) or bias.dtype != x.dtype):
         raise ValueError(
             f"bias must be {x.dtype} [{weight.out_features}] like x and the weight's rows, "
@@ -87,25 +94,25 @@ def quant_matmul(
     places = [] if lora is None else [number for place in lora.places for number in place]
     u, b = (None, None) if lora is None else (lora.u, lora.b)
     slot = None if lora is None else lora.slot
-    y = _matmul_op(x.reshape(-1, x.shape[-1]), *_parts(weight), bias, u, b, places, slot)
+    y = _matmul_op(x.reshape(-1, x.shape[-1]), *_parts(weight), bias, u, b, places, slot, wide)
     return y.view(*x.shape[:-1], weight.out_features)
 
 
-def quant_matmul_dx(dy: torch.Tensor, weight: GroupWeight) -> torch.Tensor:
+def quant_matmul_dx(dy: torch.Tensor, weight: GroupWeight, out_dtype: torch.dtype | None = None) -> torch.Tensor:
     """``dx = dy W``: the gradient of the input of `quant_matmul`.
 
     Args:
         dy: bf16 or fp32 ``[..., N]``, any strides.
-        weight: as in the forward.
+        weight, out_dtype: as in the forward.
 
     Returns:
-        ``[..., K]`` in the dtype of `dy`; fp32 accumulation, rounded once.
+        ``[..., K]`` in `out_dtype`; fp32 accumulation, rounded once.
 
     Raises:
         As `quant_matmul`.
     """
     _check_activation("dy", dy, weight, weight.out_features)
-    dx = _matmul_dx_op(dy.reshape(-1, dy.shape[-1]), *_parts(weight))
+    dx = _matmul_dx_op(dy.reshape(-1, dy.shape[-1]), *_parts(weight), _is_wide(dy, out_dtype))
     return dx.view(*dy.shape[:-1], weight.in_features)
 
 
@@ -152,6 +159,13 @@ def _check_activation(name: str, tensor: torch.Tensor, weight: GroupWeight, widt
         )
     if tensor.device != weight.device:
         raise ValueError(f"{name} is on {tensor.device}, the weight on {weight.device}")
+
+
+def _is_wide(x: torch.Tensor, out_dtype: torch.dtype | None) -> bool:
+    """Whether the result is wider than `x`."""
+    if out_dtype not in (None, x.dtype, torch.float32):
+        raise ActivationDtypeError(f"out_dtype must be float32 or that of the operand, {x.dtype}, got {out_dtype}")
+    return out_dtype not in (None, x.dtype)
 
 
 def _check_lora(x: torch.Tensor, weight: GroupWeight, lora: LoraUpdate) -> None:
@@ -218,7 +232,9 @@ def _matmul_op(
     b: torch.Tensor | None,
     places: Sequence[int],
     slot: int | None,
+    wide: bool = False,
 ) -> torch.Tensor:
+    out_dtype = torch.float32 if wide else x.dtype
     weight = _weight(codes, block_scale, global_scale, weight_format, segments, uniform_scale)
     rows = aligned_rows(x) if x.is_cuda else x
     lora = None
@@ -227,16 +243,18 @@ def _matmul_op(
             raise ValueError("a slot needs contiguous x, aligned to 16 bytes: a copy of it would come in between")
         lora = LoraUpdate(u, b, tuple(zip(places[::3], places[1::3], places[2::3], strict=True)), slot)
     if not x.is_cuda:
-        return reference.quant_matmul(x, weight, bias, lora)
+        return reference.quant_matmul(x, weight, bias, lora, out_dtype)
     from qerl.kernels.quant_matmul import paths  # Triton comes only with CUDA builds of torch.
 
     with launch_on(x.device):
-        return paths.matmul(rows, weight, bias, lora)
+        return paths.matmul(rows, weight, bias, lora, out_dtype)
 
 
 @_matmul_op.register_fake
-def _(x, codes, block_scale, global_scale, weight_format, segments, uniform_scale, bias, u, b, places, slot):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], sum(segments))
+def _(  # type: ignore[no-untyped-def]
+    x, codes, block_scale, global_scale, weight_format, segments, uniform_scale, bias, u, b, places, slot, wide=False
+):
+    return x.new_empty(x.shape[0], sum(segments), dtype=torch.float32 if wide else x.dtype)
 
 
 @torch.library.custom_op("qerl::quant_matmul_dx", mutates_args=())
@@ -248,19 +266,21 @@ def _matmul_dx_op(
     weight_format: str,
     segments: Sequence[int],
     uniform_scale: float | None,
+    wide: bool = False,
 ) -> torch.Tensor:
+    out_dtype = torch.float32 if wide else dy.dtype
     weight = _weight(codes, block_scale, global_scale, weight_format, segments, uniform_scale)
     if not dy.is_cuda:
-        return reference.quant_matmul_dx(dy, weight)
+        return reference.quant_matmul_dx(dy, weight, out_dtype)
     from qerl.kernels.quant_matmul import paths  # Triton comes only with CUDA builds of torch.
 
     with launch_on(dy.device):
-        return paths.matmul_dx(aligned_rows(dy), weight)
+        return paths.matmul_dx(aligned_rows(dy), weight, out_dtype)
 
 
 @_matmul_dx_op.register_fake
-def _(dy, codes, block_scale, global_scale, weight_format, segments, uniform_scale):  # type: ignore[no-untyped-def]
-    return dy.new_empty(dy.shape[0], _columns(codes))
+def _(dy, codes, block_scale, global_scale, weight_format, segments, uniform_scale, wide=False):  # type: ignore[no-untyped-def]
+    return dy.new_empty(dy.shape[0], _columns(codes), dtype=torch.float32 if wide else dy.dtype)
 
 
 @torch.library.custom_op("qerl::dequantize", mutates_args=("out",))

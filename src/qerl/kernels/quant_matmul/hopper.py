@@ -4,20 +4,23 @@ import ctypes
 import itertools
 import logging
 import os
+import threading
 from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
 
-from qerl.kernels.cuda import KernelBuildError, Launch, compile_cubin, load_kernel
+from qerl.kernels.cuda import Launch, load_kernel, load_module
 from qerl.kernels.device import dependent_launch, multiprocessor_count
 from qerl.kernels.quant_matmul.hopper_plan import (
+    COUNTERS,
     FEW_ROWS,
     FewRowsPlan,
     ManyRowsPlan,
-    all_many_rows_plans,
     few_rows_plan,
     many_rows_plan,
+    shrink_plan,
+    workspace_bytes,
 )
 from qerl.kernels.quant_matmul.tiles import TILE_ROWS
 from qerl.kernels.quant_matmul.weight import GroupWeight, LoraUpdate
@@ -27,14 +30,18 @@ logger = logging.getLogger(__name__)
 # Set to anything, this environment variable keeps NVFP4 weights in the row-major layout of the Triton kernels.
 DISABLE_VARIABLE = "QERL_NO_CUDA_KERNELS"
 MAX_SEGMENTS = 4
-# What a block of the LoRA shrink reads of A and x: less makes more slices to add up.
-SHRINK_BYTES = 48 << 10
 _SOURCES = Path(__file__).parent / "cuda"
 # Tiles store code x scale x 2^-9 after decoding (cuda/tiles.cuh); the epilogue takes the power back.
 _SCALE = 512.0
-_COUNTERS = 1 << 18
 _SLOTS = 1024
+_COUNTERS = COUNTERS + 2 * _SLOTS
 _slots = itertools.count()
+# (device, thread) -> slot of a shrink whose product is to be launched next.
+_open_pairs: dict[tuple[torch.device, int], int] = {}
+
+
+class UnannouncedSlotError(ValueError):
+    """A product was given the slot of another shrink than the last: it could wait for an announcement for ever."""
 
 
 class _Lora(ctypes.Structure):
@@ -101,8 +108,8 @@ def _is_supported(index: int) -> bool:
         return False
     try:
         for source in ("few_rows", "many_rows", "dequantize", "lora_shrink"):
-            compile_cubin(_SOURCES / f"{source}.cu")
-    except (ImportError, KernelBuildError) as error:
+            load_module(_SOURCES / f"{source}.cu", index)
+    except (ImportError, RuntimeError) as error:  # cuda.bindings raises a RuntimeError where a library is missing
         logger.warning(
             "the fast Hopper kernels cannot be built (%s): NVFP4 products use the Triton kernels. "
             "They need NVRTC and cuda-bindings, which torch's CUDA packages bring along",
@@ -114,12 +121,16 @@ def _is_supported(index: int) -> bool:
 
 
 def matmul(
-    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, lora: LoraUpdate | None = None
+    x: torch.Tensor,
+    weight: GroupWeight,
+    bias: torch.Tensor | None,
+    lora: LoraUpdate | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """``x`` bf16 [M, K] contiguous, 1 <= M <= 2048 -> bf16 [M, N]; weights in tiles."""
+    """``x`` bf16 [M, K] contiguous, 1 <= M <= 2048 -> bf16 or fp32 [M, N]; weights in tiles."""
     m, n, k = x.shape[0], weight.out_features, weight.in_features
     sms = multiprocessor_count(x.device.index)
-    y = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
+    y = torch.empty(m, n, dtype=out_dtype, device=x.device)
     plan = few_rows_plan(m, n, k, sms) if m <= FEW_ROWS else None
     if plan is not None:
         run_few_rows(plan, x, weight, bias, lora, y)
@@ -136,13 +147,15 @@ def run_few_rows(
     lora: LoraUpdate | None,
     y: torch.Tensor,
 ) -> None:
-    """Launch one few-row kernel into `y` (mutated)."""
+    """Launch one few-row kernel into `y` (mutated), bf16 or fp32."""
     shape, sms = (x.shape[0], weight.out_features, weight.in_features), multiprocessor_count(x.device.index)
     params = _params(x, weight, bias, lora, y)
     params.slices = plan.slices
     shared = plan.shared_bytes(*shape, sms)
-    grid = plan.group(sms) * plan.slices
-    _launch("few_rows", plan.name, 32 * plan.warps, (grid, 1, 1), shared, x.device.index)(params)
+    grid = plan.group(weight.out_features, sms) * plan.slices
+    wide = _wide(y)
+    _launch(f"few_rows{wide}", plan.name + wide, 32 * plan.warps, (grid, 1, 1), shared, x.device.index)(params)
+    _end_pair(x.device, lora)
 
 
 def run_many_rows(
@@ -153,13 +166,20 @@ def run_many_rows(
     lora: LoraUpdate | None,
     y: torch.Tensor,
 ) -> None:
-    """Launch one many-row kernel into `y` (mutated)."""
+    """Launch one many-row kernel into `y` (mutated), bf16 or fp32."""
     shape, sms = (x.shape[0], weight.out_features, weight.in_features), multiprocessor_count(x.device.index)
     params = _params(x, weight, bias, lora, y)
     params.slices = int(plan.whole)
     grid = plan.grid(*shape, sms)
-    launch = _launch("many_rows", plan.name, 128 * plan.groups + 128, (grid, 1, 1), plan.shared_bytes, x.device.index)
+    wide, threads = _wide(y), 128 * plan.groups + 128
+    launch = _launch(f"many_rows{wide}", plan.name + wide, threads, (grid, 1, 1), plan.shared_bytes, x.device.index)
     launch(params, _tensor_map(x.data_ptr(), *x.shape, plan.tokens))
+    _end_pair(x.device, lora)
+
+
+def _wide(y: torch.Tensor) -> str:
+    """What the names of the kernel and of its file end in: those with an fp32 result stand apart."""
+    return "_wide" if y.dtype == torch.float32 else ""
 
 
 def next_slot() -> int:
@@ -173,17 +193,17 @@ def next_slot() -> int:
 def lora_shrink(x: torch.Tensor, a: torch.Tensor, slot: int | None = None) -> torch.Tensor:
     """``x a^T``: bf16 [M, K] and [R, K], both contiguous, K a multiple of 32 -> bf16 [M, R].
 
-    With a `slot`, the next launch on the stream must be the product of the same x with this ``LoraUpdate.slot``.
+    With a `slot`, the next launch on the stream must be the product of the same x with this ``LoraUpdate.slot``. Where
+    that product is never launched, the thread's next shrink or product takes the announcement down.
     """
     (m, k), r = x.shape, a.shape[0]
     u = torch.empty(m, r, dtype=torch.bfloat16, device=x.device)
     partial, arrivals = _workspace(x.device)
-    announced = None if slot is None else _announcement(arrivals, slot)
+    announced = _begin_pair(x.device, arrivals, slot)
     params = _Shrink(
         x.data_ptr(), a.data_ptr(), u.data_ptr(), partial.data_ptr(), arrivals.data_ptr(), announced, m, k, r
     )
-    blocks = next((blocks for blocks in (1, 2, 4) if m <= 8 * blocks), 8)
-    slices = -(-k * 2 * (16 + 8 * blocks) // SHRINK_BYTES)
+    blocks, slices = shrink_plan(m, r, k, multiprocessor_count(x.device.index))
     grid = (-(-r // 16), slices, -(-m // (8 * blocks)))
     _launch("lora_shrink", f"lora_shrink_{blocks}", 512 if blocks < 8 else 256, grid, 0, x.device.index)(params)
     return u
@@ -221,14 +241,50 @@ def _params(
         params.lora.u, params.lora.b, params.lora.width = lora.u.data_ptr(), lora.b.data_ptr(), lora.u.shape[1]
         for index, (column, rank, place) in enumerate(lora.places):
             params.lora.column[index], params.lora.rank[index], params.lora.offset[index] = column, rank, place
-        if lora.slot is not None:
-            params.lora.announced = _announcement(arrivals, lora.slot)
+    slot = None if lora is None else lora.slot
+    _abandon_pair(x.device, arrivals, slot)
+    if slot is not None:
+        if _open_pairs.get(_here(x.device)) != slot:
+            raise UnannouncedSlotError(f"slot {slot} is not that of the last shrink on {x.device}: pass slot=None")
+        params.lora.announced = _announcement(arrivals, slot)
     return params
 
 
 def _announcement(arrivals: torch.Tensor, slot: int) -> int:
     """Address of the two counters of a slot: the last ones, which no sum of parts reaches."""
-    return arrivals.data_ptr() + 4 * (_COUNTERS - 2 * (slot + 1))
+    return arrivals.data_ptr() + 4 * _slot_start(slot)
+
+
+def _slot_start(slot: int) -> int:
+    return _COUNTERS - 2 * (slot + 1)
+
+
+def _here(device: torch.device) -> tuple[torch.device, int]:
+    return device, threading.get_ident()
+
+
+def _abandon_pair(device: torch.device, arrivals: torch.Tensor, unless: int | None = None) -> None:
+    """Take down the announcement of a shrink whose product was never launched (it raised), so that no later pair with
+    this slot, in a captured graph perhaps, finds it."""
+    slot = _open_pairs.get(_here(device))
+    if slot is not None and slot != unless:
+        arrivals[_slot_start(slot) : _slot_start(slot) + 2].zero_()
+        del _open_pairs[_here(device)]
+
+
+def _begin_pair(device: torch.device, arrivals: torch.Tensor, slot: int | None) -> int | None:
+    """Address of the announcement of a shrink to come; None where it has no slot."""
+    _abandon_pair(device, arrivals)
+    if slot is None:
+        return None
+    _open_pairs[_here(device)] = slot
+    return _announcement(arrivals, slot)
+
+
+def _end_pair(device: torch.device, lora: LoraUpdate | None) -> None:
+    """The product of a shrink was launched: it takes the announcement down."""
+    if lora is not None and lora.slot is not None:
+        del _open_pairs[_here(device)]
 
 
 @cache
@@ -239,7 +295,7 @@ def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     device must be ordered by a stream.
     """
     sms = multiprocessor_count(device.index)
-    size = max(plan.partial_bytes(sms) for plan in all_many_rows_plans())
+    size = workspace_bytes(sms)
     return torch.empty(size, dtype=torch.uint8, device=device), torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
 

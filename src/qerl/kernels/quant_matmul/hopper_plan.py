@@ -18,6 +18,10 @@ X_CHUNKS = 8
 FEW_ROWS = 8
 # Above so many rows, dequantizing once and cuBLAS beat decoding the weights again for every 256 rows.
 MANY_ROWS = 2048
+# Counters of the workspace that sums of parts may use.
+COUNTERS = (1 << 18) - (1 << 11)
+# What a block of the LoRA shrink reads of A and x: less makes more slices to add up.
+_SHRINK_BYTES = 48 << 10
 
 # Microseconds a multiprocessor needs for a unit in the few-row kernel, and what cutting k costs at the end.
 _UNIT_US = 0.065
@@ -62,23 +66,26 @@ class FewRowsPlan:
 
     @property
     def name(self) -> str:
-        """Entry point in ``few_rows.cu``."""
+        """Entry point in ``few_rows.cu``; with ``_wide`` at its end, in ``few_rows_wide.cu``."""
         return f"few_rows_{self.warps}_2{'_pair' if self.pair else ''}"
 
-    def group(self, multiprocessors: int) -> int:
-        """Blocks that share a slice of k (an even number in pairs)."""
+    def group(self, n: int, multiprocessors: int) -> int:
+        """Blocks that share a slice of k (an even number in pairs), none of them without work outside pairs.
+
+        Such a block would exit while the copies of x into its shared memory are under way.
+        """
         blocks = multiprocessors // self.slices
-        return blocks // 2 * 2 if self.pair else blocks
+        return blocks // 2 * 2 if self.pair else min(blocks, n // TILE_ROWS)
 
     def units(self, n: int, k: int, multiprocessors: int) -> int:
         """Units (four windows) of the busiest block."""
         depth = _ceil(k // WINDOW_COLUMNS, self.slices)
-        return _ceil(n // TILE_ROWS, self.group(multiprocessors)) * _ceil(depth, UNIT_WINDOWS)
+        return _ceil(n // TILE_ROWS, self.group(n, multiprocessors)) * _ceil(depth, UNIT_WINDOWS)
 
     def shared_bytes(self, m: int, n: int, k: int, multiprocessors: int) -> int:
-        """Dynamic shared memory: rings, barriers, x, partial sums (as ``few_rows.cu`` lays them out)."""
+        """Dynamic shared memory: rings, barriers, x, partial sums (as ``few_rows.cuh`` lays them out)."""
         windows = k // WINDOW_COLUMNS
-        most = _ceil(n // TILE_ROWS, self.group(multiprocessors))
+        most = _ceil(n // TILE_ROWS, self.group(n, multiprocessors))
         slots = 0
         for depth in {_ceil(windows, self.slices), windows // self.slices}:
             units = _ceil(depth, UNIT_WINDOWS)
@@ -114,7 +121,7 @@ class ManyRowsPlan:
 
     @property
     def name(self) -> str:
-        """Entry point in ``many_rows.cu``."""
+        """Entry point in ``many_rows.cu``; with ``_wide`` at its end, in ``many_rows_wide.cu``."""
         return f"many_rows_{self.tokens}_{self.groups}_{self.unit}_{self.stages}"
 
     def tiles(self, m: int, n: int) -> int:
@@ -135,6 +142,12 @@ class ManyRowsPlan:
         """Workspace: two shared tiles a block, fp32."""
         return 0 if self.whole else multiprocessors * 2 * 64 * self.groups * self.tokens * 4
 
+    def fits(self, m: int, n: int, k: int, multiprocessors: int) -> bool:
+        """Whether the kernel can count: its divisions are of 32 bits, and shared tiles have counters."""
+        tiles, units = self.tiles(m, n), _ceil(k // WINDOW_COLUMNS, self.unit)
+        counted = self.whole or tiles * 4 * self.groups <= COUNTERS
+        return counted and tiles * units * self.grid(m, n, k, multiprocessors) < 1 << 32
+
     def cost(self, m: int, n: int, k: int, multiprocessors: int) -> float:
         """Estimated microseconds."""
         windows, tiles = k // WINDOW_COLUMNS, self.tiles(m, n)
@@ -151,6 +164,12 @@ def all_many_rows_plans() -> list[ManyRowsPlan]:
 
 
 @cache
+def workspace_bytes(multiprocessors: int) -> int:
+    """Bytes of partial sums that any launch may use."""
+    return max(plan.partial_bytes(multiprocessors) for plan in all_many_rows_plans())
+
+
+@cache
 def few_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan | None:
     """The cheapest cut of k that fits shared memory, or None where none does."""
     best: tuple[float, FewRowsPlan] | None = None
@@ -159,6 +178,8 @@ def few_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan |
         warps = next(warps for least, warps in _WARPS if units > least)
         plan = FewRowsPlan(warps, slices, pair=m > 1 and slices == 1 and warps < 16)
         if plan.shared_bytes(m, n, k, multiprocessors) > SHARED_BYTES:
+            continue
+        if slices > 1 and (slices * n * 8 * 4 > workspace_bytes(multiprocessors) or n // TILE_ROWS > COUNTERS):
             continue
         cost = units * _UNIT_US + (_SLICE_US if slices > 1 else 0.0)
         if best is None or cost < best[0]:
@@ -170,4 +191,14 @@ def few_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan |
 def many_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> ManyRowsPlan:
     """The tile shape of least estimated time among those not much taller than `m`."""
     plans = [plan for plan in all_many_rows_plans() if plan.tokens < max(2 * m, 17)]
+    plans = [plan for plan in plans if plan.fits(m, n, k, multiprocessors)]
     return min(plans, key=lambda plan: plan.cost(m, n, k, multiprocessors))
+
+
+def shrink_plan(m: int, r: int, k: int, multiprocessors: int) -> tuple[int, int]:
+    """Launch of ``lora_shrink_{blocks}``: (blocks of eight tokens a thread block covers, parts of k)."""
+    blocks = next((blocks for blocks in (1, 2, 4) if m <= 8 * blocks), 8)
+    # Every part leaves an fp32 tile of 16 ranks by eight tokens in the workspace for each of these.
+    places = _ceil(r, 16) * _ceil(m, 8 * blocks) * blocks
+    fitting = workspace_bytes(multiprocessors) // (places * 16 * 8 * 4) if places <= COUNTERS else 1
+    return blocks, max(1, min(_ceil(k * 2 * (16 + 8 * blocks), _SHRINK_BYTES), fitting))

@@ -29,9 +29,13 @@ def _scales_and_book(weight: GroupWeight) -> tuple[torch.Tensor, torch.Tensor | 
 
 
 def few_rows_matmul(
-    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, config: FewRowsConfig
+    x: torch.Tensor,
+    weight: GroupWeight,
+    bias: torch.Tensor | None,
+    config: FewRowsConfig,
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """``x`` bf16 [M, K] contiguous -> bf16 [M, N]; weights stay packed until registers."""
+    """``x`` bf16 [M, K] contiguous -> bf16 or fp32 [M, N]; weights stay packed until registers."""
     m, n, k = x.shape[0], weight.out_features, weight.in_features
     block_m = few_rows_block_m(m)
     steps = -(-k // (config.block_k * config.slices))
@@ -40,7 +44,7 @@ def few_rows_matmul(
     if weight.format == "nvfp4":
         multiplier *= kernels.NVFP4_FACTOR
     per_row = row_multiplier(weight) if weight.uniform_scale is None else None
-    y = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
+    y = torch.empty(m, n, dtype=out_dtype, device=x.device)
     split = config.slices > 1
     partial = torch.empty(config.slices, m, n, dtype=torch.float32, device=x.device) if split else y
     grid = (-(-n // config.block_n), config.slices, -(-m // block_m))

@@ -4,7 +4,12 @@ Every path multiplies by the same bf16 weights and applies the global scale to t
 differs is the order of summation. cuBLAS gets the scale as alpha. Where the segments of a group have
 different global scales there is one GEMM per segment with an fp32 result, scaled by a device tensor: no
 launch waits for the host.
+
+fp32 results of bf16 operands (an output head) are computed over blocks of rows, because a head has several times the
+rows of the largest linear: the workspace need not grow with it.
 """
+
+from collections.abc import Iterator
 
 import torch
 
@@ -16,28 +21,81 @@ from qerl.kernels.quant_matmul.reference import lora_update
 from qerl.kernels.quant_matmul.weight import GroupWeight, LoraUpdate
 from qerl.kernels.quant_matmul.workspace import workspace
 
+# Of dequantized weights at a time, where the result is fp32: no more than a layer's linears take.
+BLOCK_BYTES = 256 << 20
+
 
 def matmul(
-    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, lora: LoraUpdate | None = None
+    x: torch.Tensor,
+    weight: GroupWeight,
+    bias: torch.Tensor | None,
+    lora: LoraUpdate | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``x`` [M, K] contiguous bf16 or fp32 on a GPU -> [M, N]."""
-    m = x.shape[0]
+    """``x`` [M, K] contiguous bf16 or fp32 on a GPU -> [M, N] in `out_dtype` (fp32, or None: as x)."""
+    m, out_dtype = x.shape[0], out_dtype or x.dtype
     if m == 0:
-        return x.new_empty(0, weight.out_features)
+        return x.new_empty(0, weight.out_features, dtype=out_dtype)
     if weight.layout == "tiles" and x.dtype == torch.bfloat16 and m <= MANY_ROWS:
-        return hopper.matmul(x, weight, bias, lora)
+        return hopper.matmul(x, weight, bias, lora, out_dtype)
     if weight.layout == "rows" and x.dtype == torch.bfloat16 and m <= FEW_ROWS and lora is None:
         units = multiprocessor_count(x.device.index)
         config = few_rows_config(m, weight.out_features, weight.in_features, units)
-        return launch.few_rows_matmul(x, weight, bias, config)
+        return launch.few_rows_matmul(x, weight, bias, config, out_dtype)
+    if out_dtype != x.dtype:
+        return blockwise_matmul(x, weight, bias, lora)
     return dequantized_matmul(x, weight, bias, lora)
 
 
-def matmul_dx(dy: torch.Tensor, weight: GroupWeight) -> torch.Tensor:
-    """``dy`` [M, N] contiguous bf16 or fp32 on a GPU -> [M, K]."""
+def matmul_dx(dy: torch.Tensor, weight: GroupWeight, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """``dy`` [M, N] contiguous bf16 or fp32 on a GPU -> [M, K] in `out_dtype` (fp32, or None: as dy)."""
+    out_dtype = out_dtype or dy.dtype
     if dy.shape[0] == 0:
-        return dy.new_empty(0, weight.in_features)
-    return dequantized_matmul_dx(dy, weight)
+        return dy.new_empty(0, weight.in_features, dtype=out_dtype)
+    return dequantized_matmul_dx(dy, weight) if out_dtype == dy.dtype else blockwise_matmul_dx(dy, weight)
+
+
+def blockwise_matmul(
+    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, lora: LoraUpdate | None = None
+) -> torch.Tensor:
+    """`matmul` with an fp32 result, by way of the workspace and a dense GEMM for each block of rows."""
+    y = x.new_empty(x.shape[0], weight.out_features, dtype=torch.float32)
+    extra = None if lora is None else lora_update(weight, lora)
+    for rows, dense, multiplier in _dense_blocks(weight, x.dtype):
+        product = _mm_fp32(x, dense.t()).mul_(multiplier)
+        if extra is not None:
+            product += extra[:, rows]
+        y[:, rows] = product if bias is None else product.add_(bias[rows])
+    return y
+
+
+def blockwise_matmul_dx(dy: torch.Tensor, weight: GroupWeight) -> torch.Tensor:
+    """`matmul_dx` with an fp32 result; blocks are summed first to last."""
+    total = dy.new_zeros(dy.shape[0], weight.in_features, dtype=torch.float32)
+    for rows, dense, multiplier in _dense_blocks(weight, dy.dtype):
+        total += _mm_fp32(dy[:, rows], dense).mul_(multiplier)
+    return total
+
+
+def _dense_blocks(
+    weight: GroupWeight, dtype: torch.dtype
+) -> Iterator[tuple[slice, torch.Tensor, float | torch.Tensor]]:
+    """(rows, their dequantized weights in the workspace until the next is asked for, 1 / global scale).
+
+    NF4 comes whole: its blocks may run over the ends of rows.
+    """
+    if weight.format == "nf4":
+        yield slice(0, weight.out_features), _dequantized(weight, dtype), 1.0
+        return
+    most = max(16, BLOCK_BYTES // (weight.in_features * dtype.itemsize) // 16 * 16)
+    alpha = weight.uniform_scale
+    for segment, inverse in _segments(weight):
+        length = segment.stop - segment.start
+        step = -(-length // (-(-length // most) * 16)) * 16  # blocks of about equal size
+        for first in range(segment.start, segment.stop, step):
+            last = min(segment.stop, first + step)
+            dense = _dequantized(weight.rows(first, last), dtype)
+            yield slice(first, last), dense, inverse if alpha is None else alpha
 
 
 def dequantized_matmul(

@@ -27,9 +27,14 @@ def row_multiplier(weight: GroupWeight) -> torch.Tensor | None:
 
 
 def quant_matmul(
-    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None = None, lora: LoraUpdate | None = None
+    x: torch.Tensor,
+    weight: GroupWeight,
+    bias: torch.Tensor | None = None,
+    lora: LoraUpdate | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``x`` [M, K] -> ``(x W^T) * multiplier + u b^T + bias`` [M, N], in fp32, rounded once to ``x.dtype``."""
+    """``x`` [M, K] -> ``(x W^T) * multiplier + u b^T + bias`` [M, N], in fp32, rounded once to `out_dtype` (None: as
+    x)."""
     y = x.float() @ dequantize(weight, torch.float32).t()
     multiplier = row_multiplier(weight)
     if multiplier is not None:
@@ -38,7 +43,7 @@ def quant_matmul(
         y = y + lora_update(weight, lora)
     if bias is not None:
         y = y + bias.float()
-    return y.to(x.dtype)
+    return y.to(out_dtype or x.dtype)
 
 
 def lora_update(weight: GroupWeight, lora: LoraUpdate) -> torch.Tensor:
@@ -50,8 +55,8 @@ def lora_update(weight: GroupWeight, lora: LoraUpdate) -> torch.Tensor:
     return torch.cat(parts, dim=1)
 
 
-def quant_matmul_dx(dy: torch.Tensor, weight: GroupWeight) -> torch.Tensor:
-    """``dy`` [M, N] -> ``dy (multiplier * W)`` [M, K], in fp32, rounded once to ``dy.dtype``."""
+def quant_matmul_dx(dy: torch.Tensor, weight: GroupWeight, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """``dy`` [M, N] -> ``dy (multiplier * W)`` [M, K], in fp32, rounded once to `out_dtype` (None: as dy)."""
     multiplier = row_multiplier(weight)
     scaled = dy.float() if multiplier is None else dy.float() * multiplier
-    return (scaled @ dequantize(weight, torch.float32)).to(dy.dtype)
+    return (scaled @ dequantize(weight, torch.float32)).to(out_dtype or dy.dtype)

@@ -130,7 +130,7 @@ def few_rows_kernel(
 ):  # fmt: skip
     """One tile of ``out = multiplier * W x^T + bias``, or with SPLIT the plain fp32 sum over one slice of k.
 
-    x int32 [M, K/2] (pairs of bf16), codes uint8 [N, K/2], out bf16 [M, N] or fp32 [slices, M, N].
+    x int32 [M, K/2] (pairs of bf16), codes uint8 [N, K/2], out bf16 or fp32 [M, N], or fp32 [slices, M, N].
     """
     BYTES: tl.constexpr = BLOCK_K // 2
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -190,7 +190,7 @@ def few_rows_kernel(
         acc = acc * multiplier
         if HAS_BIAS:
             acc += tl.load(bias + safe_rows)[:, None].to(tl.float32)
-        tl.store(out + target, round_to(acc, tl.bfloat16), mask=mask)
+        tl.store(out + target, round_to(acc, out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -198,8 +198,8 @@ def sum_slices_kernel(
     partial, row_multiplier, bias, out, plane, N, multiplier,
     SLICES: tl.constexpr, ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out bf16 [M, N] = multiplier * sum of partial fp32 [SLICES, M, N] in ascending order + bias; plane = M
-    N."""
+    """out bf16 or fp32 [M, N] = multiplier * sum of partial fp32 [SLICES, M, N] in ascending order + bias; plane =
+    M N."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1).to(tl.int64)
     mask = column < N
@@ -214,7 +214,7 @@ def sum_slices_kernel(
     acc = acc * multiplier
     if HAS_BIAS:
         acc += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + target, round_to(acc, tl.bfloat16), mask=mask)
+    tl.store(out + target, round_to(acc, out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -1,6 +1,8 @@
 """The packed weight of a fused group of linears, as the kernels take it."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -75,6 +77,20 @@ class GroupWeight:
         if self.global_scale is None:
             raise ValueError("an nvfp4 weight needs its global_scale (float32 [S], divisors); got None")
         _expect("global_scale", self.global_scale, torch.float32, (len(self.segments),))
+
+    def rows(self, first: int, last: int) -> "GroupWeight":
+        """Rows `first` to `last` (exclusive) of one nvfp4 segment, as views; in tiles both are multiples of 16."""
+        ends = list(accumulate(self.segments))
+        index = bisect_right(ends, first)
+        if not first < last <= ends[min(index, len(ends) - 1)]:
+            raise ValueError(f"rows {first} to {last} lie in no single segment of {self.segments}")
+        step = TILE_ROWS if self.layout == "tiles" else 1
+        part = slice(first // step, last // step)
+        assert self.global_scale is not None
+        scales = None if self.block_scale is None else self.block_scale[part]
+        divisor = self.global_scale[index : index + 1]
+        shape = (last - first,), self.in_features
+        return GroupWeight(self.format, *shape, self.codes[part], scales, divisor, self.uniform_scale)
 
     @property
     def layout(self) -> str:

@@ -4,7 +4,7 @@
 
 struct Dequantize {
     const unsigned char* tiles;
-    void* out;      // [N, K]
+    void* out;  // [N, K]
     int n, k;
 };
 
@@ -35,7 +35,7 @@ __device__ __forceinline__ void dequantize(const Dequantize& p) {
 #pragma unroll
             for (int i = 0; i < 4; i++)
                 *(uint32_t*)(mine + (g + 8 * (i & 1)) * ROW_BYTES + w * 128 + j * 32 + (i >> 1) * 16 + t * 4) =
-                    multiply_by_half<0>(a[j][i], 0x4400u);   // x 2^9
+                    multiply_by_half<0>(a[j][i], 0x4400u);  // x 2^9
     }
     __syncwarp();
     if (lane >= count * 8) return;
@@ -55,5 +55,9 @@ __device__ __forceinline__ void dequantize(const Dequantize& p) {
     }
 }
 
-extern "C" __global__ void dequantize_bf16(const __grid_constant__ Dequantize p) { dequantize<false>(p); }
-extern "C" __global__ void dequantize_fp32(const __grid_constant__ Dequantize p) { dequantize<true>(p); }
+extern "C" __global__ void dequantize_bf16(const __grid_constant__ Dequantize p) {
+    dequantize<false>(p);
+}
+extern "C" __global__ void dequantize_fp32(const __grid_constant__ Dequantize p) {
+    dequantize<true>(p);
+}

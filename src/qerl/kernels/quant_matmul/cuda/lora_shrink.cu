@@ -3,16 +3,16 @@
 #include "tiles.cuh"
 
 struct Shrink {
-    const uint16_t* x;   // bf16 [M, K]
-    const uint16_t* a;   // bf16 [R, K]
-    uint16_t* u;         // bf16 [M, R]
+    const uint16_t* x;  // bf16 [M, K]
+    const uint16_t* a;  // bf16 [R, K]
+    uint16_t* u;        // bf16 [M, R]
     float* partial;
-    int* arrivals;       // zero between launches
-    int* announced;      // tiles.cuh: tells the product that follows that x is there; or null
+    int* arrivals;   // zero between launches
+    int* announced;  // tiles.cuh: tells the product that follows that x is there; or null
     int m, k, r;
 };
 
-template <int BLOCKS, int WARPS>   // blocks of 8 tokens
+template <int BLOCKS, int WARPS>  // blocks of 8 tokens
 __device__ __forceinline__ void lora_shrink(const Shrink& p) {
     __shared__ float4 sums[WARPS][BLOCKS][32];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -25,14 +25,15 @@ __device__ __forceinline__ void lora_shrink(const Shrink& p) {
     for (int b = 0; b < BLOCKS; b++) x[b] = p.x + (long long)min(token0 + b * 8 + g, p.m - 1) * p.k + 8 * t;
     launch_dependents();
     // A is on its way into the cache while the kernel before still runs.
-    const int lines = (end - begin + 1) / 2;   // of 128 bytes, in each row
+    const int lines = (end - begin + 1) / 2;  // of 128 bytes, in each row
     for (int i = threadIdx.x; i < 16 * lines; i += WARPS * 32)
-        if (tile * 16 + i / lines < p.r) prefetch(p.a + (long long)(tile * 16 + i / lines) * p.k + (begin + 2 * (i % lines)) * 32);
+        if (tile * 16 + i / lines < p.r)
+            prefetch(p.a + (long long)(tile * 16 + i / lines) * p.k + (begin + 2 * (i % lines)) * 32);
     wait_for_predecessors();
     if (p.announced && threadIdx.x == 0 && !(blockIdx.x | blockIdx.y | blockIdx.z)) announce(p.announced);
 
     float c[BLOCKS][4] = {};
-#pragma unroll (BLOCKS == 1 ? 8 : BLOCKS == 2 ? 4 : 2)
+#pragma unroll(BLOCKS == 1 ? 8 : BLOCKS == 2 ? 4 : 2)
     for (int chunk = begin + warp; chunk < end; chunk += WARPS) {
         const uint4 high = *(const uint4*)(upper + chunk * 32), low = *(const uint4*)(lower + chunk * 32);
         const uint32_t first[4] = {high.x, low.x, high.y, low.y}, second[4] = {high.z, low.z, high.w, low.w};
@@ -51,7 +52,7 @@ __device__ __forceinline__ void lora_shrink(const Shrink& p) {
     float v[4] = {};
     auto add = [&](const float4& f) { v[0] += f.x, v[1] += f.y, v[2] += f.z, v[3] += f.w; };
     for (int w = 0; w < WARPS; w++) add(sums[w][warp][lane]);
-    if (slices > 1) {   // the last slice to arrive adds all of them, in their order
+    if (slices > 1) {  // the last slice to arrive adds all of them, in their order
         const int place = (blockIdx.z * gridDim.x + tile) * BLOCKS + warp, places = gridDim.x * gridDim.z * BLOCKS;
         float4* partial = (float4*)p.partial + place * 32 + lane;
         __stcg(partial + (long long)slice * places * 32, make_float4(v[0], v[1], v[2], v[3]));
@@ -67,15 +68,15 @@ __device__ __forceinline__ void lora_shrink(const Shrink& p) {
         for (int s = 0; s < slices; s++) add(__ldcg(partial + (long long)s * places * 32));
     }
 #pragma unroll
-    for (int i = 0; i < 4; i++) {   // rows of the product are ranks, columns are tokens
+    for (int i = 0; i < 4; i++) {  // rows of the product are ranks, columns are tokens
         const int rank = tile * 16 + g + (i >> 1) * 8, token = token0 + warp * 8 + 2 * t + (i & 1);
         if (rank < p.r && token < p.m) p.u[(long long)token * p.r + rank] = (uint16_t)pack_bf16(v[i], 0.0f);
     }
 }
 
-#define KERNEL(B, W)                                                                                        \
+#define KERNEL(B, W)                                                                                         \
     extern "C" __global__ void __launch_bounds__(W * 32) lora_shrink_##B(const __grid_constant__ Shrink p) { \
-        lora_shrink<B, W>(p);                                                                               \
+        lora_shrink<B, W>(p);                                                                                \
     }
 KERNEL(1, 16)
 KERNEL(2, 16)

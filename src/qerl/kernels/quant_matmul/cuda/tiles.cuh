@@ -16,12 +16,12 @@ constexpr int UNIT_WINDOWS = 4;
 constexpr int UNIT_BYTES = UNIT_WINDOWS * WINDOW_BYTES;
 constexpr int MAX_SEGMENTS = 4;
 
-struct Lora {            // y[:, segment s] += u[:, column[s] : column[s] + rank[s]] b_s^T
-    const uint16_t* u;   // bf16 [M, width], or null
-    const uint16_t* b;   // bf16, segment s is [rows, rank[s]] at b + offset[s]
+struct Lora {           // y[:, segment s] += u[:, column[s] : column[s] + rank[s]] b_s^T
+    const uint16_t* u;  // bf16 [M, width], or null
+    const uint16_t* b;  // bf16, segment s is [rows, rank[s]] at b + offset[s]
     int width;
     int column[MAX_SEGMENTS];
-    int rank[MAX_SEGMENTS];    // multiples of 8, 0: no adapter
+    int rank[MAX_SEGMENTS];  // multiples of 8, 0: no adapter
     int offset[MAX_SEGMENTS];
     // u comes from the kernel before, which announces here that x is there; null where u and x are awaited together.
     int* announced;
@@ -29,21 +29,23 @@ struct Lora {            // y[:, segment s] += u[:, column[s] : column[s] + rank
 
 struct Params {
     const unsigned char* tiles;
-    const uint16_t* x;       // bf16 [M, K]
-    uint16_t* y;             // bf16 [M, N]
-    const uint16_t* bias;    // bf16 [N] or null
-    const float* global_scale;   // of each segment (device), or null where all share it and `scale` holds
-    float* partial;          // workspace for sums of k slices
-    int* arrivals;           // zero between launches
-    float scale;             // 2^9 / global scale where all segments share it
+    const uint16_t* x;          // bf16 [M, K]
+    uint16_t* y;                // bf16 [M, N]; fp32 in the wide kernels
+    const uint16_t* bias;       // bf16 [N] or null
+    const float* global_scale;  // of each segment (device), or null where all share it and `scale` holds
+    float* partial;             // workspace for sums of k slices
+    int* arrivals;              // zero between launches
+    float scale;                // 2^9 / global scale where all segments share it
     int m, n, k;
-    int slices;              // few rows: parts of k; many rows: 1 where blocks take whole tiles, 0 where they share them
+    int slices;  // few rows: parts of k; many rows: 1 where blocks take whole tiles, 0 where they share them
     int segments;
-    int segment_end[MAX_SEGMENTS];   // in row tiles of 16
+    int segment_end[MAX_SEGMENTS];  // in row tiles of 16
     Lora lora;
 };
 
-__device__ __forceinline__ uint32_t smem_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ uint32_t smem_address(const void* p) {
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
 
 __device__ __forceinline__ void barrier_init(uint32_t bar, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
@@ -56,8 +58,10 @@ __device__ __forceinline__ void barrier_arrive(uint32_t bar) {
 }
 __device__ __forceinline__ void barrier_wait(uint32_t bar, int parity) {
     asm volatile(
-        "{\n.reg .pred p;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1, 0x989680;\n@p bra DONE;\nbra WAIT;\nDONE:\n}"
-        ::"r"(bar), "r"(parity) : "memory");
+        "{\n.reg .pred p;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1, 0x989680;\n@p bra DONE;\nbra "
+        "WAIT;\nDONE:\n}" ::"r"(bar),
+        "r"(parity)
+        : "memory");
 }
 __device__ __forceinline__ uint64_t evict_first_policy() {
     uint64_t policy;
@@ -65,30 +69,41 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
     return policy;
 }
 __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, int bytes, uint32_t bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+                 "l"(src), "r"(bytes), "r"(bar)
+                 : "memory");
 }
-__device__ __forceinline__ void bulk_load_once(uint32_t dst, const void* src, int bytes, uint32_t bar, uint64_t policy) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                 ::"r"(dst), "l"(src), "r"(bytes), "r"(bar), "l"(policy) : "memory");
+__device__ __forceinline__ void bulk_load_once(uint32_t dst, const void* src, int bytes, uint32_t bar,
+                                               uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(dst),
+        "l"(src), "r"(bytes), "r"(bar), "l"(policy)
+        : "memory");
 }
 
 // Into the same place of both blocks of a cluster of two, signalled to the barrier at the same place of each.
 __device__ __forceinline__ void bulk_multicast(uint32_t dst, const void* src, int bytes, uint32_t bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
-                 ::"r"(dst), "l"(src), "r"(bytes), "r"(bar), "h"((uint16_t)3) : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
+        "%4;" ::"r"(dst),
+        "l"(src), "r"(bytes), "r"(bar), "h"((uint16_t)3)
+        : "memory");
 }
 __device__ __forceinline__ int cluster_rank() {
     int rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-__device__ __forceinline__ void bulk_load_hinted(uint32_t dst, const void* src, int bytes, uint32_t bar, uint64_t policy, bool once) {
+__device__ __forceinline__ void bulk_load_hinted(uint32_t dst, const void* src, int bytes, uint32_t bar,
+                                                 uint64_t policy, bool once) {
     if (once) bulk_load_once(dst, src, bytes, bar, policy);
     else bulk_load(dst, src, bytes, bar);
 }
 // The warp's index as a value the compiler knows to be the same in all lanes; one lane of a converged warp.
-__device__ __forceinline__ int uniform_warp() { return __shfl_sync(~0u, threadIdx.x >> 5, 0); }
+__device__ __forceinline__ int uniform_warp() {
+    return __shfl_sync(~0u, threadIdx.x >> 5, 0);
+}
 __device__ __forceinline__ bool elect() {
     uint32_t chosen;
     asm volatile("{.reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p;}" : "=r"(chosen));
@@ -97,8 +112,12 @@ __device__ __forceinline__ bool elect() {
 
 // Programmatic dependent launch: the next kernel may start (and load its weights) while this one runs; whoever reads
 // or writes what an earlier kernel wrote or read waits first.
-__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_predecessors() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void launch_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_predecessors() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 
 // A kernel between the producer of x and this one makes u. Waiting for it before reading x would put the two in a row;
 // so it announces, as soon as its own wait is over, that x is complete. announced[0] is the announcement, announced[1]
@@ -112,7 +131,7 @@ __device__ __forceinline__ void await_x(const Params& p) {
     int there;
     do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(p.lora.announced) : "memory");
     while (!there);
-    asm volatile("fence.proxy.async;" ::: "memory");   // x is read by copies next
+    asm volatile("fence.proxy.async;" ::: "memory");  // x is read by copies next
 }
 // One thread of each block, after the last await_x of the block.
 __device__ __forceinline__ void confirm_x(const Params& p) {
@@ -121,9 +140,13 @@ __device__ __forceinline__ void confirm_x(const Params& p) {
     p.lora.announced[0] = 0;
 }
 
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+__device__ __forceinline__ void prefetch(const void* p) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
 
-__device__ __forceinline__ uint32_t rotate(uint32_t w, int bits) { return __funnelshift_l(w, w, bits); }
+__device__ __forceinline__ uint32_t rotate(uint32_t w, int bits) {
+    return __funnelshift_l(w, w, bits);
+}
 
 // Eight codes -> four bf16x2 registers of code value x 2^-126 (0.5 is a bf16 subnormal). Left shifts run beside the
 // pipe of the logical operations as multiplications, so that only five of nine instructions load it.
@@ -139,9 +162,13 @@ template <int HALF>
 __device__ __forceinline__ uint32_t multiply_by_half(uint32_t a, uint32_t b) {
     uint32_t d;
     if (HALF)
-        asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {h, h}; mul.rn.bf16x2 %0, %1, s;}" : "=r"(d) : "r"(a), "r"(b));
+        asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {h, h}; mul.rn.bf16x2 %0, %1, s;}"
+            : "=r"(d)
+            : "r"(a), "r"(b));
     else
-        asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {l, l}; mul.rn.bf16x2 %0, %1, s;}" : "=r"(d) : "r"(a), "r"(b));
+        asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {l, l}; mul.rn.bf16x2 %0, %1, s;}"
+            : "=r"(d)
+            : "r"(a), "r"(b));
     return d;
 }
 
@@ -180,15 +207,17 @@ __device__ __forceinline__ void decode_window(const Packed& packed, uint32_t (&a
 
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 __device__ __forceinline__ uint32_t pack_bf16(float lower, float upper) {
     uint32_t d;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(upper), "f"(lower));
     return d;
 }
-__device__ __forceinline__ float bf16_to_float(uint16_t bits) { return __uint_as_float((uint32_t)bits << 16); }
+__device__ __forceinline__ float bf16_to_float(uint16_t bits) {
+    return __uint_as_float((uint32_t)bits << 16);
+}
 
 __device__ __forceinline__ int segment_of(const Params& p, int tile) {
     int s = 0;
@@ -225,7 +254,7 @@ __device__ __forceinline__ void scale_and_add_lora(const Params& p, const Epilog
     const uint16_t* u = p.lora.u + p.lora.column[s] + 2 * t;
 #pragma unroll 2
     for (int r = 0; r < rank; r += 16) {
-        const bool both = r + 8 < rank;   // ranks come in multiples of 8
+        const bool both = r + 8 < rank;  // ranks come in multiples of 8
         const uint32_t a[4] = {*(const uint32_t*)(factor + r), *(const uint32_t*)(factor + 8 * rank + r),
                                both ? *(const uint32_t*)(factor + r + 8) : 0,
                                both ? *(const uint32_t*)(factor + 8 * rank + r + 8) : 0};
@@ -238,7 +267,8 @@ __device__ __forceinline__ void scale_and_add_lora(const Params& p, const Epilog
 }
 
 // Bias, rounding and the store of one 16 channels x 8 tokens block to y.
-__device__ __forceinline__ void store_block(const Params& p, const Epilogue& e, int tile, int token0, int lane, const float (&c)[4]) {
+__device__ __forceinline__ void store_block(const Params& p, const Epilogue& e, int tile, int token0, int lane,
+                                            const float (&c)[4]) {
     const int g = lane >> 2, t = lane & 3;
     uint32_t upper = pack_bf16(c[0] + e.bias[0], c[1] + e.bias[0]);
     uint32_t lower = pack_bf16(c[2] + e.bias[1], c[3] + e.bias[1]);
@@ -249,5 +279,23 @@ __device__ __forceinline__ void store_block(const Params& p, const Epilogue& e, 
         uint16_t* y = p.y + (long long)(token0 + g) * p.n + tile * 16 + 2 * t;
         *(uint32_t*)y = upper;
         *(uint32_t*)(y + 8) = lower;
+    }
+}
+
+// As store_block, without rounding: bias, and the store of 16 channels x 8 BLOCKS tokens to fp32 y. One running
+// address: with one of their own for every block, registers would spill.
+template <int BLOCKS>
+__device__ __forceinline__ void store_wide(const Params& p, const Epilogue& e, int tile, int token0, int lane,
+                                           const float (&c)[BLOCKS][4]) {
+    // A lane holds tokens 2t and 2t + 1: a store of a warp fills 32 contiguous bytes of each of four tokens.
+    const int token = token0 + 2 * (lane & 3);
+    float* y = (float*)p.y + (long long)token * p.n + tile * 16 + (lane >> 2);
+    int left = p.m - token;
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+        if (left > 0) y[0] = c[b][0] + e.bias[0], y[8] = c[b][2] + e.bias[1];
+        if (left > 1) y[p.n] = c[b][1] + e.bias[0], y[p.n + 8] = c[b][3] + e.bias[1];
+        y += 8LL * p.n, left -= 8;
+        asm volatile("" : "+l"(y), "+r"(left));
     }
 }

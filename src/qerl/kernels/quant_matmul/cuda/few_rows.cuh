@@ -1,0 +1,183 @@
+// y = x W^T for up to 8 rows of x: weights are the left operand of mma.sync, streamed once, decoded in registers.
+//
+// A block owns a range of row tiles and a slice of k; its warps share that work as contiguous runs of units (four
+// windows, one bulk copy), each warp with its own ring of stages and no block-wide barrier in the loop. Partial tiles
+// are summed through shared memory in warp order, slices of k by the last block to arrive, in slice order: same input,
+// same bits.
+#pragma once
+#include "tiles.cuh"
+
+constexpr int X_CHUNKS = 8;
+
+__device__ __forceinline__ void load_matrices(uint32_t (&f)[4], uint32_t address) {
+    asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+        : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3])
+        : "r"(address));
+}
+
+// The last block to bring its slice of a tile sums all slices in their order, and returns true.
+__device__ __forceinline__ bool sum_slices(const Params& p, int slice, int tile, int tiles, int lane, float (&v)[4]) {
+    __stcg((float4*)(p.partial + (long long)(slice * tiles + tile) * 128 + lane * 4),
+           make_float4(v[0], v[1], v[2], v[3]));
+    __threadfence();
+    __syncwarp();
+    int arrived = 0;
+    if (lane == 0) arrived = atomicAdd(p.arrivals + tile, 1);
+    if (__shfl_sync(~0u, arrived, 0) != p.slices - 1) return false;
+    __threadfence();
+    if (lane == 0) p.arrivals[tile] = 0;
+    v[0] = v[1] = v[2] = v[3] = 0.0f;
+#pragma unroll 4
+    for (int s = 0; s < p.slices; s++) {
+        const float4 f = __ldcg((const float4*)(p.partial + (long long)(s * tiles + tile) * 128 + lane * 4));
+        v[0] += f.x, v[1] += f.y, v[2] += f.z, v[3] += f.w;
+    }
+    return true;
+}
+
+// PAIR: clusters of two blocks share x. WIDE: y is fp32.
+template <int WARPS, int STAGES, bool PAIR, bool WIDE = false>
+__device__ __forceinline__ void few_rows(const Params& p) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const int warp = uniform_warp(), lane = threadIdx.x & 31;
+    const int tiles = p.n / 16, windows = p.k / 64;
+    const int group = gridDim.x / p.slices, slice = blockIdx.x / group, member = blockIdx.x % group;
+    const int tile_begin = tiles * member / group, tile_end = tiles * (member + 1) / group;
+    const int window_begin = windows * slice / p.slices, window_end = windows * (slice + 1) / p.slices;
+    const int depth = window_end - window_begin, units = (depth + UNIT_WINDOWS - 1) / UNIT_WINDOWS;
+    const int total = units * (tile_end - tile_begin);
+    const int begin = total * warp / WARPS, end = total * (warp + 1) / WARPS;
+
+    const int x_stride = depth * 128 + 16;  // 16 bytes off a multiple of 128: ldmatrix without bank conflicts
+    const uint32_t base = smem_address(shared);
+    const uint32_t ring = base + warp * STAGES * UNIT_BYTES;
+    const uint32_t bars = base + WARPS * STAGES * UNIT_BYTES;
+    const uint32_t full = bars + warp * STAGES * 8, x_full = bars + WARPS * STAGES * 8;
+    const uint32_t x_base = (x_full + X_CHUNKS * 8 + 127) & ~127u;
+    unsigned char* const windows_of_warp = shared + warp * STAGES * UNIT_BYTES;
+    float* sums = (float*)(shared + (x_base - base) + ((p.m * x_stride + 127) & ~127));
+
+    launch_dependents();
+    if (threadIdx.x < X_CHUNKS) barrier_init(x_full + threadIdx.x * 8, 1);
+    if (lane < STAGES) barrier_init(full + lane * 8, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+
+    const uint64_t policy = evict_first_policy();
+    // Units of a slice are contiguous; from one tile to the next, the other slices are skipped.
+    int load_unit = begin % units, loaded = begin;
+    const unsigned char* source =
+        p.tiles +
+        ((long long)(tile_begin + begin / units) * windows + window_begin + load_unit * UNIT_WINDOWS) * WINDOW_BYTES;
+    const int last_bytes = (depth - (units - 1) * UNIT_WINDOWS) * WINDOW_BYTES,
+              skipped = (windows - depth) * WINDOW_BYTES;
+    auto load = [&](int stage) {  // one unit into `stage`; all lanes come along, one issues
+        const bool last = ++load_unit == units;
+        const int bytes = last ? last_bytes : UNIT_BYTES;
+        if (elect()) {
+            barrier_expect(full + stage * 8, bytes);
+            bulk_load_once(ring + stage * UNIT_BYTES, source, bytes, full + stage * 8, policy);
+        }
+        loaded++;
+        source += last ? bytes + skipped : bytes;
+        if (last) load_unit = 0;
+    };
+    for (int s = 0; s < STAGES && loaded < end; s++) load(s);
+
+    // The barriers of x are initialized, in both blocks of a cluster.
+    if (PAIR) asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+    else __syncthreads();
+    // x arrives in chunks of columns, so that a warp waits only for those it multiplies next. In a pair, every row is
+    // fetched by one block and multicast to both: small weights are read in little more time than 132 copies of x.
+    const int chunk_units = (units + X_CHUNKS - 1) / X_CHUNKS;
+    if (warp < X_CHUNKS) {
+        await_x(p);
+        const int first = warp * chunk_units * UNIT_WINDOWS, last = min(depth, first + chunk_units * UNIT_WINDOWS);
+        if (last > first) {
+            const uint16_t* x = p.x + (long long)lane * p.k + (window_begin + first) * 64;
+            const uint32_t to = x_base + lane * x_stride + first * 128;
+            const int bytes = (last - first) * 128;
+            if (lane == 0) barrier_expect(x_full + warp * 8, p.m * bytes);
+            __syncwarp();
+            if (!PAIR && lane < p.m) bulk_load(to, x, bytes, x_full + warp * 8);
+            if (PAIR && lane < p.m && (lane & 1) == cluster_rank()) bulk_multicast(to, x, bytes, x_full + warp * 8);
+        }
+    }
+    if (PAIR && total == 0)  // without work, but not gone before the other block's copies have landed here
+        for (int c = 0; c * chunk_units < units; c++) barrier_wait(x_full + c * 8, 0);
+    // Rows past m feed columns of the product that nobody stores; they only must lie inside the buffer.
+    uint32_t x_row = x_base + min(lane & 7, p.m - 1) * x_stride + (lane >> 3) * 16;
+
+    float c[2][4] = {};  // two sets: half as long chains of dependent products
+    int unit = begin % units, slot = 0, stage = 0, phase = 0, chunk = unit / chunk_units,
+        chunk_left = chunk_units - unit % chunk_units;
+    const int slots = (total / WARPS + 1 + units - 2) / units + 1;  // tiles a warp can touch
+    auto store_partial = [&]() {
+        *(float4*)(sums + (warp * slots + slot) * 128 + lane * 4) =
+            make_float4(c[0][0] + c[1][0], c[0][1] + c[1][1], c[0][2] + c[1][2], c[0][3] + c[1][3]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) c[0][i] = c[1][i] = 0.0f;
+        slot++;
+    };
+    auto multiply_window = [&](const unsigned char* window, int offset) {
+        uint32_t a[4][4], f[2][4];
+        decode_window(read_window(window, lane), a);
+        load_matrices(f[0], x_row + offset);
+        load_matrices(f[1], x_row + offset + 64);
+        mma(c[0], a[0], f[0][0], f[0][1]);
+        mma(c[1], a[1], f[0][2], f[0][3]);
+        mma(c[0], a[2], f[1][0], f[1][1]);
+        mma(c[1], a[3], f[1][2], f[1][3]);
+    };
+    if (begin < end) barrier_wait(x_full + chunk * 8, 0);
+    for (int at = begin; at < end; at++) {
+        barrier_wait(full + stage * 8, phase);
+        asm volatile("" : "+r"(x_row)::"memory");  // x is read after the waits
+        const unsigned char* window = windows_of_warp + stage * UNIT_BYTES;
+        const int count = min(UNIT_WINDOWS, depth - unit * UNIT_WINDOWS), offset = unit * UNIT_WINDOWS * 128;
+        if (count == UNIT_WINDOWS) {
+#pragma unroll
+            for (int w = 0; w < UNIT_WINDOWS; w++) multiply_window(window + w * WINDOW_BYTES, offset + w * 128);
+        } else {
+            for (int w = 0; w < count; w++) multiply_window(window + w * WINDOW_BYTES, offset + w * 128);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++)  // the products, and so the reads, of this stage are issued before its refill
+            asm volatile("" : "+f"(c[0][i]), "+f"(c[1][i])::"memory");
+        __syncwarp();
+        if (loaded < end) load(stage);
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+        if (++unit == units) {
+            unit = 0;
+            store_partial();
+            chunk = -1, chunk_left = 1;
+        }
+        if (--chunk_left == 0) {
+            chunk++, chunk_left = chunk_units;
+            if (at + 1 < end) barrier_wait(x_full + chunk * 8, 0);
+        }
+    }
+    if (unit && begin < end) store_partial();
+    wait_for_predecessors();  // from here on: u, the workspace, y
+    __syncthreads();
+    if (threadIdx.x == 0) confirm_x(p);
+
+    for (int tile = tile_begin + warp; tile < tile_end; tile += WARPS) {
+        const int first = (tile - tile_begin) * units, last = first + units - 1;  // units of this tile
+        float sum[1][4] = {};
+        float (&v)[4] = sum[0];
+        for (int w = ((first + 1) * WARPS - 1) / total; w <= ((last + 1) * WARPS - 1) / total; w++) {
+            const int w_begin = total * w / WARPS;
+            if (w_begin == total * (w + 1) / WARPS) continue;
+            const float* from = sums + (w * slots + (tile - tile_begin - w_begin / units)) * 128 + lane * 4;
+#pragma unroll
+            for (int i = 0; i < 4; i++) v[i] += from[i];
+        }
+        if (p.slices > 1 && !sum_slices(p, slice, tile, tiles, lane, v)) continue;
+        const Epilogue e(p, tile, lane);
+        scale_and_add_lora<1>(p, e, tile, 0, lane, sum);
+        if constexpr (WIDE) store_wide<1>(p, e, tile, 0, lane, sum);
+        else store_block(p, e, tile, 0, lane, v);
+    }
+}

@@ -1,0 +1,241 @@
+// y = x W^T for 9 rows of x and more: wgmma with the weights, decoded in registers, as the left operand.
+//
+// A block computes tiles of (64 x GROUPS) output channels by TOKENS rows of x. A producer warp streams both through a
+// ring of stages: weights by bulk copies, x by tensor copies (128-byte swizzle). Window i + 1 is decoded while the
+// products of window i run. Where whole tiles would leave multiprocessors idle, every block takes an equal run of units
+// across tiles (stream-K); the last block to arrive at a tile sums its parts in block order: same input, same bits.
+#pragma once
+#include "tiles.cuh"
+
+struct TensorMap {
+    alignas(64) unsigned char opaque[128];
+};
+
+template <int TOKENS>
+__device__ __forceinline__ void wgmma(float (&c)[TOKENS / 8][4], const uint32_t (&a)[4], uint64_t b);
+
+#include "wgmma.cuh"
+
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// K-major operand in shared memory, rows of 128 bytes, 128-byte swizzle, groups of eight rows 1024 bytes apart.
+__device__ __forceinline__ uint64_t x_descriptor(uint32_t address) {
+    return (uint64_t)((address & 0x3FFFF) >> 4) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+}
+__device__ __forceinline__ void tensor_load(uint32_t dst, const TensorMap* map, int column, int row, uint32_t bar) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
+        "[%4];" ::"r"(dst),
+        "l"(map), "r"(column), "r"(row), "r"(bar)
+        : "memory");
+}
+
+// How the units (stages) of all tiles are shared out among the blocks. Products of counts stay below 2^32 (the host
+// checks): a 64-bit division costs a third of a microsecond.
+struct Work {
+    unsigned row_blocks, token_blocks, units, total;  // units: of one tile
+    bool whole;                                       // no tile is shared between blocks
+    __device__ __forceinline__ int begin(unsigned index) const {
+        if (whole) return row_blocks * token_blocks * index / gridDim.x * units;
+        return total * index / gridDim.x;
+    }
+    // The block that computes unit u.
+    __device__ __forceinline__ int owner(unsigned u) const { return ((u + 1) * gridDim.x - 1) / total; }
+    __device__ __forceinline__ int contributors(int tile) const {
+        return whole ? 1 : owner((tile + 1) * units - 1) - owner(tile * units) + 1;
+    }
+};
+
+// A block's part of a tile it shares: a block begins at most one such tile and ends at most one.
+template <int TOKENS, int WARPS>
+__device__ __forceinline__ float* part_of(const Params& p, int block, bool begins, int warp, int lane) {
+    return p.partial + ((long long)(block * 2 + begins) * WARPS + warp) * (TOKENS * 16) + lane * 4;
+}
+
+// The last warp to finish its 16 channels of a shared tile sums all parts, in block order, and returns true.
+template <int TOKENS, int WARPS>
+__device__ __forceinline__ bool sum_parts(const Params& p, const Work& work, int tile, bool begins, int warp, int lane,
+                                          float (&c)[TOKENS / 8][4]) {
+    const int first = work.owner(tile * work.units), contributors = work.owner((tile + 1) * work.units - 1) - first + 1;
+    float* mine = part_of<TOKENS, WARPS>(p, blockIdx.x, begins, warp, lane);
+#pragma unroll
+    for (int b = 0; b < TOKENS / 8; b++)
+        __stcg((float4*)(mine + b * 128), make_float4(c[b][0], c[b][1], c[b][2], c[b][3]));
+    __threadfence();
+    __syncwarp();
+    int arrived = 0;
+    int* counter = p.arrivals + tile * WARPS + warp;
+    if (lane == 0) arrived = atomicAdd(counter, 1);
+    if (__shfl_sync(~0u, arrived, 0) != contributors - 1) return false;
+    __threadfence();
+    if (lane == 0) *counter = 0;
+#pragma unroll
+    for (int b = 0; b < TOKENS / 8; b++) c[b][0] = c[b][1] = c[b][2] = c[b][3] = 0.0f;
+    // Only the first of them can have begun before the tile; the others begin inside it, in slot 0.
+    const float* part = part_of<TOKENS, WARPS>(p, first, true, warp, lane);
+    const float* next = part_of<TOKENS, WARPS>(p, first + 1, false, warp, lane);
+    if (work.begin(first) > tile * (int)work.units) part = part_of<TOKENS, WARPS>(p, first, false, warp, lane);
+    constexpr long long BLOCK_STRIDE = 2LL * WARPS * TOKENS * 16;
+#pragma unroll(TOKENS <= 32 ? 4 : TOKENS <= 64 ? 2 : 1)
+    for (int i = 0; i < contributors; i++) {
+#pragma unroll
+        for (int b = 0; b < TOKENS / 8; b++) {
+            const float4 f = __ldcg((const float4*)(part + b * 128));
+            c[b][0] += f.x, c[b][1] += f.y, c[b][2] += f.z, c[b][3] += f.w;
+        }
+        part = next, next += BLOCK_STRIDE;
+    }
+    return true;
+}
+
+// UNIT windows of all channels and of x are one stage, filled by one producer warp. WIDE: y is fp32.
+template <int TOKENS, int GROUPS, int UNIT, int STAGES, bool WIDE = false>
+__device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_map) {
+    constexpr int WARPS = GROUPS * 4, X_BYTES = TOKENS * 128, W_BYTES = UNIT * WINDOW_BYTES;
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const int warp = uniform_warp(), lane = threadIdx.x & 31;
+    const int tiles = p.n / 16, windows = p.k / 64;
+    Work work;
+    work.row_blocks = (tiles + WARPS - 1) / WARPS;
+    work.token_blocks = (p.m + TOKENS - 1) / TOKENS;
+    work.units = (windows + UNIT - 1) / UNIT;
+    work.whole = p.slices == 1;
+    work.total = work.row_blocks * work.token_blocks * work.units;
+    const int begin = work.begin(blockIdx.x), end = work.begin(blockIdx.x + 1);
+
+    const uint32_t base = smem_address(shared), x_base = (base + 1023) & ~1023u;
+    const uint32_t w_base = x_base + STAGES * UNIT * X_BYTES;
+    const uint32_t full = w_base + STAGES * WARPS * W_BYTES, empty = full + STAGES * 8;
+
+    launch_dependents();
+    if (threadIdx.x == 0)
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(full + s * 8, 1);
+            barrier_init(empty + s * 8, GROUPS);
+        }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+
+    if (warp >= WARPS) {  // a whole warpgroup, because registers are handed over by warpgroups
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 3 ? 32 : 24));
+        // One thread, and values the compiler can see to be uniform: copies take their operands from uniform registers.
+        if (warp == WARPS && elect()) {
+            const uint64_t policy = evict_first_policy();
+            int tile = begin / work.units, unit = begin % work.units;
+            int row_block = tile % work.row_blocks, token0 = tile / work.row_blocks * TOKENS;
+            auto load_weights = [&](int stage) {
+                const int first = unit * UNIT, count = min(UNIT, windows - first);
+                barrier_expect(full + stage * 8, count * (X_BYTES + WARPS * WINDOW_BYTES));
+                const unsigned char* source = p.tiles + ((long long)row_block * WARPS * windows + first) * WINDOW_BYTES;
+                const long long next = (long long)windows * WINDOW_BYTES;
+                const int present = min(WARPS, tiles - row_block * WARPS);
+                // Channels past the end get another tile's weights: their sums are not stored.
+#pragma unroll
+                for (int i = 0; i < WARPS; i++) {
+                    bulk_load_hinted(w_base + (stage * WARPS + i) * W_BYTES, source, count * WINDOW_BYTES,
+                                     full + stage * 8, policy, work.token_blocks == 1);
+                    if (i + 1 < present) source += next;
+                }
+            };
+            auto load_x = [&](int stage) {
+#pragma unroll
+                for (int w = 0; w < UNIT; w++)
+                    if (unit * UNIT + w < windows)
+                        tensor_load(x_base + (stage * UNIT + w) * X_BYTES, x_map, (unit * UNIT + w) * 64, token0,
+                                    full + stage * 8);
+            };
+            auto advance = [&]() {
+                if (++unit == work.units) {
+                    unit = 0;
+                    if (++row_block == work.row_blocks) row_block = 0, token0 += TOKENS;
+                }
+            };
+            // The weights of the first stages are on their way before the kernel that makes x has ended.
+            const int early = min(STAGES, end - begin), unit0 = unit, row_block0 = row_block, token00 = token0;
+            for (int s = 0; s < early; s++) load_weights(s), advance();
+            await_x(p);
+            confirm_x(p);
+            unit = unit0, row_block = row_block0, token0 = token00;
+            for (int s = 0; s < early; s++) load_x(s), advance();
+            int stage = 0, phase = 0;
+            for (int at = begin + early; at < end; at++) {
+                barrier_wait(empty + stage * 8, phase);
+                load_weights(stage);
+                load_x(stage);
+                advance();
+                if (++stage == STAGES) stage = 0, phase ^= 1;
+            }
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 240 : GROUPS == 3 ? 160 : 112));
+        float c[TOKENS / 8][4];
+        uint32_t a[2][4][4];
+        int stage = 0, phase = 0, at = begin;
+        int tile = begin / work.units, unit = begin % work.units;
+        const unsigned char* const w_warp = shared + (w_base - base) + warp * W_BYTES;
+        while (at < end) {
+            const bool begins = unit == 0;
+            const int stop = min((int)work.units, unit + end - at);
+            at += stop - unit;
+#pragma unroll
+            for (int b = 0; b < TOKENS / 8; b++) c[b][0] = c[b][1] = c[b][2] = c[b][3] = 0.0f;
+            int held = -1;  // stage whose last products may still run
+            for (; unit < stop; unit++) {
+                const int count = min(UNIT, windows - unit * UNIT);
+                barrier_wait(full + stage * 8, phase);
+                const unsigned char* window = w_warp + stage * WARPS * W_BYTES;
+                const uint64_t x = x_descriptor(x_base + stage * UNIT * X_BYTES);
+                Packed packed = read_window(window, lane);
+#pragma unroll
+                for (int w = 0; w < UNIT; w++) {
+                    if (w < count) {
+                        decode_window(packed, a[w & 1]);
+                        if (w + 1 < UNIT) packed = read_window(window + (w + 1) * WINDOW_BYTES, lane);
+                        wgmma_fence();
+#pragma unroll
+                        for (int j = 0; j < 4; j++) wgmma<TOKENS>(c, a[w & 1][j], x + w * (X_BYTES >> 4) + j * 2);
+                        wgmma_commit();
+                        wgmma_wait<1>();
+                        if (w == 0 && held >= 0 && (threadIdx.x & 127) == 0) barrier_arrive(empty + held * 8);
+                    }
+                }
+                if (count & 1) wgmma_wait<0>();  // the next unit starts with the registers of the last window
+                held = stage;
+                if (++stage == STAGES) stage = 0, phase ^= 1;
+            }
+            wgmma_wait<0>();
+            if ((threadIdx.x & 127) == 0) barrier_arrive(empty + held * 8);
+#pragma unroll
+            for (int b = 0; b < TOKENS / 8; b++)  // the sums are read after the wait
+#pragma unroll
+                for (int i = 0; i < 4; i++) asm volatile("" : "+f"(c[b][i])::"memory");
+
+            wait_for_predecessors();  // from here on: u, the workspace, y
+            bool finished = true;
+            if (work.contributors(tile) > 1) finished = sum_parts<TOKENS, WARPS>(p, work, tile, begins, warp, lane, c);
+            const int row_tile = tile % work.row_blocks * WARPS + warp;
+            if (finished && row_tile < tiles) {
+                const Epilogue e(p, row_tile, lane);
+                const int token0 = tile / work.row_blocks * TOKENS;
+                scale_and_add_lora<TOKENS / 8>(p, e, row_tile, token0, lane, c);
+                if constexpr (WIDE) {
+                    store_wide<TOKENS / 8>(p, e, row_tile, token0, lane, c);
+                } else {
+#pragma unroll
+                    for (int b = 0; b < TOKENS / 8; b++) store_block(p, e, row_tile, token0 + b * 8, lane, c[b]);
+                }
+            }
+            if (unit == work.units) unit = 0, tile++;
+        }
+    }
+}

@@ -1,0 +1,18 @@
+// The many-row kernels (many_rows.cuh) with an fp32 result, apart because few models need them: they are compiled at
+// their first use.
+#include "many_rows.cuh"
+
+#define KERNEL(T, G, U, S)                                                                                 \
+    extern "C" __global__ void __launch_bounds__(G * 128 + 128, 1) many_rows_##T##_##G##_##U##_##S##_wide( \
+        const __grid_constant__ Params p, const __grid_constant__ TensorMap x_map) {                       \
+        many_rows<T, G, U, S, true>(p, &x_map);                                                            \
+    }
+KERNEL(16, 2, 4, 6)
+KERNEL(16, 3, 4, 5)
+KERNEL(32, 2, 4, 5)
+KERNEL(32, 3, 4, 4)
+KERNEL(64, 2, 4, 4)
+KERNEL(64, 3, 4, 3)
+KERNEL(128, 2, 2, 5)
+KERNEL(128, 3, 2, 4)
+KERNEL(256, 2, 2, 3)

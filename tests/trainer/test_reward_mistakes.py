@@ -1,0 +1,161 @@
+"""Mistakes in a user's reward function: found before step 1 where possible, named, and no folder is lost to them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from tiny_training import letter_reward
+from typer.testing import CliRunner
+
+from qerl.cli.main import app
+from qerl.evaluation.run_log import RunExistsError, clear_failed_start, update_summary
+from qerl.trainer.parsing import build_configs
+from qerl.trainer.reward_arguments import RewardArgumentError, check_reward_arguments
+from qerl.trainer.run import resume_checkpoint
+from qerl.trainer.timed_reward import RewardCallError, TimedReward
+from qerl.trainer.trainer import QeRLTrainer
+
+COLUMNS = ("prompt", "answer", "level")
+
+
+def takes_gold(completions, gold, **kwargs):  # type: ignore[no-untyped-def]
+    return [0.0] * len(completions)
+
+
+def takes_prompt(completions, prompt, **kwargs):  # type: ignore[no-untyped-def]
+    return [0.0] * len(completions)
+
+
+def takes_by_position(completions, /, **kwargs):  # type: ignore[no-untyped-def]
+    return [0.0] * len(completions)
+
+
+def takes_two(prompts, completions):  # type: ignore[no-untyped-def]
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (
+            takes_gold,
+            r"'takes_gold' takes gold, which nothing passes: .*\(columns of the data: answer, level\)",
+        ),
+        (takes_prompt, "'takes_prompt' takes prompt, which nothing passes"),
+        (takes_by_position, "'takes_by_position' takes completions, which nothing passes"),
+        (takes_two, "'takes_two' does not take completion_ids, .*, answer, level: add ..kwargs"),
+    ],
+)
+def test_parameters_that_nobody_passes(function: Callable[..., Any], words: str) -> None:
+    with pytest.raises(RewardArgumentError, match=words):
+        check_reward_arguments([letter_reward, TimedReward(function)], COLUMNS)
+
+
+def test_parameters_that_are_passed_or_have_a_default() -> None:
+    class Scorer:
+        def __call__(self, completions, *, level, scale=1.0, **kwargs):  # type: ignore[no-untyped-def]
+            return [scale] * len(completions)
+
+    def takes_all(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, answer, level):  # type: ignore[no-untyped-def]
+        return [0.0] * len(completions)
+
+    check_reward_arguments([Scorer(), takes_all, torch.nn.Linear(1, 1), "a/model"], COLUMNS)
+    with pytest.raises(RewardArgumentError, match="'Scorer' takes level"):
+        check_reward_arguments([Scorer()], ("prompt",))
+
+
+def test_the_trainer_checks_them_before_it_loads_a_model(config: Callable[..., Any], trainer: Any) -> None:
+    with pytest.raises(RewardArgumentError, match="'takes_gold' takes gold"):
+        trainer(reward_funcs=takes_gold)
+    with pytest.raises(RewardArgumentError, match="columns of the data: none"):
+        QeRLTrainer("no/such/model", takes_gold, config(), Dataset.from_list([{"prompt": "a"}]))
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ([1.0], "returned 1 rewards for 2 completions"),
+        (1.0, "returned 1.0; return a list"),
+        (None, "returned None; return a list"),
+        ([1.0, "good"], "returned 'good' for row 1; return a number"),
+        ([[1.0], 2.0], r"returned \[1.0\] for row 0"),
+    ],
+)
+def test_returned_values_are_checked(returned: Any, words: str) -> None:
+    def mine(**kwargs):  # type: ignore[no-untyped-def]
+        return returned
+
+    with pytest.raises(RewardCallError, match=f"reward function 'mine' {words}"):
+        TimedReward(mine)(completions=["a", "b"])
+
+
+@pytest.mark.parametrize("returned", [[1, None], (0.5, True), torch.ones(2), (x for x in (1.0, 2.0))])
+def test_what_trl_takes_is_left_alone(returned: Any) -> None:
+    assert len(TimedReward(lambda **kwargs: returned)(completions=["a", "b"])) == 2
+
+
+@pytest.fixture
+def recipe(tiny_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One update on a task file with an evaluation before it, and ``bad.py:reward``, which raises."""
+    monkeypatch.setattr("qerl.cli.progress.quiet_libraries", lambda: None)
+    rows = [{"question": f"{i} + 1 =", "answer": str(i + 1)} for i in range(8)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = "def reward(completions, **kwargs):\n    return [1 / 0 for c in completions]\n"
+    (tmp_path / "raising_reward.py").write_text(source)
+    values = {
+        "model": str(tiny_checkpoints["qwen2"]),
+        "task": str(tmp_path / "sums.jsonl"),
+        "task_options": {"prompt": "plain", "test_size": 2},
+        "reward_funcs": [f"{tmp_path}/raising_reward.py:reward"],
+        "reward_workers": 0,
+        "output_dir": str(tmp_path / "run"),
+        "use_cpu": True,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 4,
+        "max_prompt_length": 64,
+        "max_steps": 1,
+        "lora_r": 4,
+        "aqn_schedule": "none",
+        "save_strategy": "no",
+        "report_to": "none",
+    }
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(values))
+    return tmp_path / "r.yaml"
+
+
+def test_a_raising_reward_is_one_error_and_the_folder_can_be_used_again(recipe: Path, tmp_path: Path) -> None:
+    runner = CliRunner()
+    failed = runner.invoke(app, ["train", "--config", str(recipe)])
+    assert failed.exit_code == 2, failed.output
+    lines = failed.stderr.splitlines()
+    start = lines.index("error: reward function 'reward' raised ZeroDivisionError: division by zero")
+    assert 'raising_reward.py", line 2, in reward' in lines[start + 1]
+    assert not any("trl" in line or "Traceback" in line for line in lines[start:])
+    run = tmp_path / "run"
+    assert "before" in json.loads((run / "summary.json").read_text())
+    again = ["train", "--config", str(recipe), "--reward_funcs", "[]", "--rewards", "[format]"]
+    fixed = runner.invoke(app, [*again, "--evaluate_before", "false"])
+    assert fixed.exit_code == 0, fixed.output
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 1 and "before" not in summary, "nothing is left of the failed start"
+    assert not (run / "eval-before").exists()
+    third = runner.invoke(app, again)
+    assert third.exit_code == 2 and "already holds a run without a checkpoint" in third.stderr
+
+
+def test_a_folder_with_updates_is_never_cleared(tmp_path: Path) -> None:
+    update_summary(tmp_path, before={"accuracy": 0.5})
+    _, args = build_configs({"output_dir": str(tmp_path)})
+    assert resume_checkpoint(args) is None
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(RunExistsError, match="with updates"):
+        clear_failed_start(tmp_path)
+    with pytest.raises(RunExistsError, match="already holds a run without a checkpoint"):
+        resume_checkpoint(args)
+    assert (tmp_path / "summary.json").is_file()
