@@ -187,12 +187,12 @@ def test_the_choice_on_an_h200() -> None:
 def test_nvrtc_compiles_without_a_gpu(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("cuda.bindings") is None:
         pytest.skip("cuda-bindings is not installed")
-    from qerl.kernels.cuda import KernelBuildError, compile_cubin
+    from qerl.kernels.cuda import compile_cubin
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     try:
         cubin = compile_cubin(SOURCES / f"{source}.cu")
-    except KernelBuildError as error:
+    except RuntimeError as error:  # ours, or cuda.bindings' where the library is missing
         if "cannot compile" in str(error):
             raise
         pytest.skip(f"NVRTC is not installed: {error}")
