@@ -192,12 +192,12 @@ PRODUCTS = ("few_rows", "many_rows", "few_rows_wide", "many_rows_wide", "dequant
 def test_nvrtc_compiles_without_a_gpu(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("cuda.bindings") is None:
         pytest.skip("cuda-bindings is not installed")
-    from qerl.kernels.cuda import KernelBuildError, compile_cubin
+    from qerl.kernels.cuda import compile_cubin
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     try:
         cubin = compile_cubin(source)
-    except KernelBuildError as error:
+    except RuntimeError as error:  # ours, or cuda.bindings' where the library is missing
         if "cannot compile" in str(error):
             raise
         pytest.skip(f"NVRTC is not installed: {error}")

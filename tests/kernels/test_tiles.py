@@ -5,7 +5,7 @@ import torch
 from kernel_cases import make_group
 
 from qerl.kernels.quant_matmul import GroupWeight, TileLayoutError, dequantize, from_tiles, quant_matmul, to_tiles
-from qerl.kernels.quant_matmul.tiles import WINDOW_BYTES
+from qerl.kernels.quant_matmul.tiles import WINDOW_BYTES, group_fits_tiles
 
 
 def random_rows(n: int, k: int, lowest: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,6 +97,13 @@ def test_a_weight_that_is_no_tiles_is_named() -> None:
     rows = make_group("nvfp4", (32,), 128)
     with pytest.raises(ValueError, match=r"segments \(8, 24\)"):
         GroupWeight("nvfp4", (8, 24), 128, to_tiles(rows.codes, rows.block_scale), None, torch.ones(2))
+
+
+def test_more_members_than_the_kernels_tell_apart_stay_in_rows() -> None:
+    assert group_fits_tiles((16,) * 4, 64) and not group_fits_tiles((16,) * 5, 64)
+    rows = make_group("nvfp4", (16,) * 5, 64)
+    with pytest.raises(ValueError, match="at most 4 segments"):
+        GroupWeight("nvfp4", (16,) * 5, 64, to_tiles(rows.codes, rows.block_scale), None, torch.ones(5))
 
 
 def in_tiles(weight: GroupWeight) -> GroupWeight:

@@ -3,6 +3,7 @@
 import datetime
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,10 @@ def use_dependent_launch(wanted: bool) -> dict[str, bool]:
     """
     device_settings.DEPENDENT_LAUNCH = wanted
     return {"dependent_launch": wanted}
+
+
+Print = Callable[[str], object]
+Add = Callable[[str, Row], None]
 
 
 class OtherMachineError(ValueError):
@@ -110,3 +115,13 @@ class ResultFile:
 def _work(row: Row) -> tuple[Any, ...]:
     """What tells the work of one row from another's."""
     return tuple(row.get(name) for name in _WORK)
+
+
+def recorder(results: ResultFile, say: Print, describe: Callable[[str, Row], str]) -> Add:
+    """What takes the rows of a measurement: (part, row) is written to ``results`` and said as ``describe`` puts it."""
+
+    def add(part: str, row: Row) -> None:
+        results.add(part, row)
+        say(describe(part, row))
+
+    return add

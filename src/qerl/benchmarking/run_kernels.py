@@ -1,9 +1,7 @@
 """Everything behind ``qerl bench kernels``: what is measured in which order, the table and the file."""
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,11 +17,9 @@ from qerl.benchmarking.kernels import (
     measure_quantizer,
 )
 from qerl.benchmarking.linears import LinearBench, measure_linears
-from qerl.benchmarking.results import ResultFile, Row, device_name, use_dependent_launch
+from qerl.benchmarking.results import Add, Print, ResultFile, Row, device_name, recorder, use_dependent_launch
 from qerl.benchmarking.rollout import free_memory
 from qerl.nn.loading import resolve_device, resolve_dtype
-
-Print = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +38,6 @@ class KernelPlan:
     dependent_launch: bool
     commit: str | None
     cpu_parameter_limit: int
-
-
-Add = Callable[[str, Row], None]
-
-
-def _add(results: ResultFile, say: Print, part: str, row: Row) -> None:
-    results.add(part, row)
-    say(describe(part, row))
 
 
 def run_kernels(plan: KernelPlan, say: Print) -> ResultFile:
@@ -71,7 +59,7 @@ def run_kernels(plan: KernelPlan, say: Print) -> ResultFile:
     results = ResultFile(plan.out, device, commit=plan.commit, append=plan.append, ceilings=ceilings.as_row(), **launch)
     for geometry in plan.geometries:
         with torch.no_grad():
-            _measure(plan, geometry, ceilings, device, partial(_add, results, say))
+            _measure(plan, geometry, ceilings, device, recorder(results, say, describe))
         free_memory(device)
     for line in sums([row for row in results.parts["rows"] if "commit" not in row]):
         say(line)

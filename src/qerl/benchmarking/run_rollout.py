@@ -1,21 +1,17 @@
 """Everything behind ``qerl bench rollout``: models in turn, the table and the file."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from qerl.benchmarking.ceilings import Ceilings, measure_ceilings
 from qerl.benchmarking.geometry import check_fits_cpu, geometry_of_values, read_config
 from qerl.benchmarking.lengths import lognormal_lengths
 from qerl.benchmarking.peers import measure_peer, require_peer
-from qerl.benchmarking.results import ResultFile, Row, device_name, use_dependent_launch
+from qerl.benchmarking.results import Add, Print, ResultFile, Row, device_name, recorder, use_dependent_launch
 from qerl.benchmarking.rollout import free_memory, measure_fixed, measure_long_tailed, measure_prefill
 from qerl.benchmarking.subject import UnsupportedBenchError, build_subject, engine_kv_dtype, model_head
 from qerl.nn.loading import resolve_device, resolve_dtype
-
-Print = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +45,6 @@ class RolloutPlan:
     cpu_parameter_limit: int
 
 
-Add = Callable[[str, Row], None]
-
-
-def _add(results: ResultFile, say: Print, part: str, row: Row) -> None:
-    results.add(part, row)
-    say(describe(part, row))
-
-
 def run_rollout(plan: RolloutPlan, say: Print) -> ResultFile:
     """Measure every combination of weights and LoRA rank of ``plan``; returns the rows.
 
@@ -80,7 +68,7 @@ def run_rollout(plan: RolloutPlan, say: Print) -> ResultFile:
     say(f"{device_name(device)}: {ceilings.as_row()}")
     free_memory(device)
     results = ResultFile(plan.out, device, commit=plan.commit, append=plan.append, ceilings=ceilings.as_row(), **launch)
-    add = partial(_add, results, say)
+    add = recorder(results, say, describe)
     for weights in plan.weights:
         for rank in plan.ranks:
             _measure(plan, weights, head, rank, kv_dtype, ceilings, add)

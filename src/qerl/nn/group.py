@@ -33,8 +33,8 @@ from qerl.kernels.quant_matmul import (
     LoraUpdate,
     TileLayoutError,
     dequantize,
-    fits_tiles,
     from_tiles,
+    group_fits_tiles,
     quant_matmul,
     quant_matmul_dx,
     tiles_supported,
@@ -137,7 +137,7 @@ class WeightGroup(nn.Module):
         tiles = (
             self.format == "nvfp4"
             and device.type == "cuda"
-            and all(fits_tiles(rows, self.in_features) for rows in self.segments)
+            and group_fits_tiles(self.segments, self.in_features)
             and tiles_supported(device)
         )
         if tiles and self.layout == "rows":

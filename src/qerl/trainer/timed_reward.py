@@ -4,6 +4,7 @@ import inspect
 import time
 import traceback
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -18,6 +19,25 @@ class RewardCallError(ValueError):
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
         self.details = details
+
+
+class _Named:
+    """Turns what a user's function raises into `RewardCallError` with its name; qerl's own errors pass as they are."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        """Nothing to set up."""
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not isinstance(error, Exception) or type(error).__module__.partition(".")[0] == "qerl":
+            return
+        frames = traceback.extract_tb(trace)[1:]  # without the call here
+        raise RewardCallError(
+            f"reward function {self.name!r} raised {type(error).__name__}: {error}",
+            "".join(traceback.format_list(frames)),
+        ) from error
 
 
 class TimedReward:
@@ -45,18 +65,10 @@ class TimedReward:
         return rewards
 
     def _call(self, kwargs: dict[str, Any]) -> list[float | None]:
-        try:
+        with _Named(self.__name__):
             rewards = self.function(**kwargs)
             if inspect.isgenerator(rewards):
                 rewards = list(rewards)
-        except Exception as error:  # the user's code: raised again, named
-            if type(error).__module__.partition(".")[0] == "qerl":
-                raise
-            frames = traceback.extract_tb(error.__traceback__)[1:]  # without this one
-            raise RewardCallError(
-                f"reward function {self.__name__!r} raised {type(error).__name__}: {error}",
-                "".join(traceback.format_list(frames)),
-            ) from error
         return self._checked(rewards, len(kwargs["completions"]))
 
     def _checked(self, rewards: Any, expected: int) -> list[float | None]:

@@ -19,7 +19,7 @@ from qerl.kernels.device import launch_on
 from qerl.kernels.quant_matmul import reference
 from qerl.kernels.quant_matmul.config import FEW_ROWS
 from qerl.kernels.quant_matmul.hopper_plan import MANY_ROWS
-from qerl.kernels.quant_matmul.tiles import TileLayoutError, fits_tiles, from_tiles, to_tiles
+from qerl.kernels.quant_matmul.tiles import TileLayoutError, from_tiles, group_fits_tiles, to_tiles
 from qerl.kernels.quant_matmul.weight import GroupWeight, LoraUpdate
 from qerl.kernels.quant_matmul.workspace import reserve_workspace, workspace_bytes
 from qerl.kernels.rows import aligned_rows
@@ -32,8 +32,8 @@ __all__ = [
     "LoraUpdate",
     "TileLayoutError",
     "dequantize",
-    "fits_tiles",
     "from_tiles",
+    "group_fits_tiles",
     "quant_matmul",
     "quant_matmul_dx",
     "reserve_workspace",

@@ -22,14 +22,13 @@ from qerl.kernels.quant_matmul.hopper_plan import (
     shrink_plan,
     workspace_bytes,
 )
-from qerl.kernels.quant_matmul.tiles import TILE_ROWS
+from qerl.kernels.quant_matmul.tiles import MAX_SEGMENTS, TILE_ROWS
 from qerl.kernels.quant_matmul.weight import GroupWeight, LoraUpdate
 
 logger = logging.getLogger(__name__)
 
 # Set to anything, this environment variable keeps NVFP4 weights in the row-major layout of the Triton kernels.
 DISABLE_VARIABLE = "QERL_NO_CUDA_KERNELS"
-MAX_SEGMENTS = 4
 _SOURCES = Path(__file__).parent / "cuda"
 # Tiles store code x scale x 2^-9 after decoding (cuda/tiles.cuh); the epilogue takes the power back.
 _SCALE = 512.0

@@ -15,6 +15,7 @@ mask turn it into four bf16 pairs in nine instructions (``cuda/tiles.cuh``). A s
 zeros. The bytes are as many as in the row-major layout.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -22,6 +23,8 @@ import torch
 TILE_ROWS = 16
 WINDOW_COLUMNS = 64
 WINDOW_BYTES = 576
+# Members of a fused group that a kernel can tell apart (MAX_SEGMENTS in cuda/tiles.cuh).
+MAX_SEGMENTS = 4
 _CODE_BYTES = 512
 
 # A decoded pair of bf16 holds sign at bit 15 and the three code bits at 8..6 of each half.
@@ -39,6 +42,11 @@ class TileLayoutError(ValueError):
 def fits_tiles(rows: int, columns: int) -> bool:
     """Whether a weight ``[rows, columns]`` divides into windows."""
     return rows % TILE_ROWS == 0 and columns % WINDOW_COLUMNS == 0
+
+
+def group_fits_tiles(segments: Sequence[int], columns: int) -> bool:
+    """Whether the kernels take a fused group of such members in tiles."""
+    return len(segments) <= MAX_SEGMENTS and all(fits_tiles(rows, columns) for rows in segments)
 
 
 def _decoded(word):  # type: ignore[no-untyped-def]

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import torch
 
-from qerl.kernels.quant_matmul.tiles import TILE_ROWS, WINDOW_BYTES, WINDOW_COLUMNS, fits_tiles
+from qerl.kernels.quant_matmul.tiles import TILE_ROWS, WINDOW_BYTES, WINDOW_COLUMNS, group_fits_tiles
 
 _BLOCK_SIZE = {"nvfp4": 16, "nf4": 64}
 _SCALE_DTYPE = {"nvfp4": torch.float8_e4m3fn, "nf4": torch.float32}
@@ -68,9 +68,9 @@ class GroupWeight:
 
     def _check_tiles(self) -> None:
         n, k = self.out_features, self.in_features
-        if self.format != "nvfp4" or not all(fits_tiles(rows, k) for rows in self.segments):
+        if self.format != "nvfp4" or not group_fits_tiles(self.segments, k):
             raise ValueError(
-                f"tiles hold nvfp4 weights with segments of multiples of 16 rows and K a multiple of 64, "
+                f"tiles hold nvfp4 weights with at most 4 segments of multiples of 16 rows and K a multiple of 64, "
                 f"got {self.format}, segments {self.segments}, K={k}"
             )
         _expect("codes", self.codes, torch.uint8, (n // TILE_ROWS, k // WINDOW_COLUMNS, WINDOW_BYTES))
