@@ -2,19 +2,21 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from kernel_cases import exact_weight, make_group, rms_ratio, rounded_once
 from test_tiles import in_tiles
 
-from qerl.kernels.lora import lora_shrink, overlap_slot
+from qerl.kernels.lora import lora_shrink
 from qerl.kernels.quant_matmul import (
     MANY_ROWS,
     GroupWeight,
     LoraUpdate,
     dequantize,
     hopper,
+    quant_lora_matmul,
     quant_matmul,
     quant_matmul_dx,
     tiles_supported,
@@ -47,21 +49,28 @@ def weight(request: pytest.FixtureRequest) -> tuple[GroupWeight, torch.Tensor]:
     return in_tiles(rows), exact_weight(rows)
 
 
-def _update(weight: GroupWeight, m: int, rank: int) -> tuple[LoraUpdate, torch.Tensor]:
-    """LoRA of every other segment, and what it adds in fp64."""
-    places, added, width, size = [], [], 0, 0
-    u = torch.randn(m, rank * len(weight.segments), device="cuda").bfloat16()
-    b = torch.randn(sum(weight.segments) * rank, device="cuda").bfloat16()
+def _update(weight: GroupWeight, rank: int) -> LoraUpdate:
+    """LoRA of every other segment, with columns of u that no segment reads in between."""
+    places, column, size = [], 0, 0
     for index, rows in enumerate(weight.segments):
-        if index % 2:
-            places.append((0, 0, 0))
-            added.append(torch.zeros(m, rows, dtype=torch.float64, device="cuda"))
-            continue
-        places.append((width, rank, size))
-        factor = b[size : size + rows * rank].view(rows, rank).double()
-        added.append(u[:, width : width + rank].double() @ factor.t())
-        width, size = width + rank, size + rows * rank
-    return LoraUpdate(u, b, tuple(places)), torch.cat(added, 1)
+        places.append((0, 0, 0) if index % 2 else (column, rank, size))
+        column, size = column + rank, size + rows * rank
+    a = torch.randn(column, weight.in_features, device="cuda").bfloat16() / math.sqrt(weight.in_features)
+    return LoraUpdate(a, torch.randn(size, device="cuda").bfloat16(), tuple(places))
+
+
+def _added(weight: GroupWeight, lora: LoraUpdate, u: torch.Tensor) -> torch.Tensor:
+    """What LoRA adds for this u, in fp64."""
+    parts = []
+    for rows, (column, rank, place) in zip(weight.segments, lora.places, strict=True):
+        factor = lora.b[place : place + rows * rank].view(rows, rank).double()
+        parts.append(u[:, column : column + rank].double() @ factor.t())
+    return torch.cat(parts, 1)
+
+
+def _check_u(x: torch.Tensor, lora: LoraUpdate, u: torch.Tensor) -> None:
+    exact = x.double() @ lora.a.double().t()
+    assert rms_ratio(u, exact) <= 1.03 * rounded_once(exact, torch.bfloat16)
 
 
 @pytest.mark.parametrize("m", ROWS)
@@ -71,13 +80,19 @@ def test_product_bias_and_lora(weight: tuple[GroupWeight, torch.Tensor], m: int)
     x = torch.randn(m, packed.in_features, device="cuda").bfloat16()
     bias = torch.randn(packed.out_features, device="cuda").bfloat16()
     product = x.double() @ exact.t()
-    for rank in (0, 8, 32):
-        lora, added = _update(packed, m, rank) if rank else (None, 0.0)
+    for rank in (0, 8, 32, 144):
+        lora = _update(packed, rank) if rank else None
         for offset in (None, bias):
+            added = 0.0
+            if lora is None:
+                y = quant_matmul(x, packed, offset)
+            else:
+                y, u = quant_lora_matmul(x, packed, offset, lora)
+                _check_u(x, lora, u)
+                added = _added(packed, lora, u)
             expected = product + added + (0.0 if offset is None else offset.double())
-            y = quant_matmul(x, packed, offset, lora)
             bound = rounded_once(expected, torch.bfloat16)
-            if m > MANY_ROWS and rank:  # the LoRA term is rounded by itself before it is added
+            if m > MANY_ROWS and lora is not None:  # the LoRA term is rounded by itself before it is added
                 bound = math.hypot(bound, rounded_once(added, torch.bfloat16) * float(added.norm() / expected.norm()))
             assert rms_ratio(y, expected) <= 1.03 * bound
             assert torch.equal(y, quant_matmul(x, packed, offset, lora))
@@ -85,6 +100,7 @@ def test_product_bias_and_lora(weight: tuple[GroupWeight, torch.Tensor], m: int)
             assert wide.dtype == torch.float32 and rms_ratio(wide, expected) < FP32_BOUND
             if m <= MANY_ROWS and offset is None:  # the same sums, one of them rounded at the end
                 assert torch.equal(wide.bfloat16(), y)
+            assert not hopper._workspace(x.device)[1].any()  # counters are zero between launches
 
 
 def _plans() -> list:
@@ -103,17 +119,26 @@ def test_every_kernel(weight: tuple[GroupWeight, torch.Tensor], plan) -> None:  
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         if few and (plan.slices > k // 64 or plan.shared_bytes(m, n, k, sms) > SHARED_BYTES):
             continue
+        run = hopper.run_few_rows if few else hopper.run_many_rows
         x = torch.randn(m, k, device="cuda").bfloat16()
         y = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
-        hopper._workspace(x.device)[0].fill_(255)
-        (hopper.run_few_rows if few else hopper.run_many_rows)(plan, x, packed, None, None, y)
+        partial, counters, slices = hopper._workspace(x.device)
+        partial.fill_(255), slices.fill_(255)
+        run(plan, x, packed, None, None, y)
         expected = x.double() @ exact.t()
         assert rms_ratio(y, expected) <= 1.03 * rounded_once(expected, torch.bfloat16)
-        assert not hopper._workspace(x.device)[1].any()  # counters are zero between launches
+        assert not counters.any()  # they are zero between launches
         wide = torch.full((m + 1, n), float("nan"), device="cuda")
-        (hopper.run_few_rows if few else hopper.run_many_rows)(plan, x, packed, None, None, wide[:m])
+        run(plan, x, packed, None, None, wide[:m])
         assert rms_ratio(wide[:m], expected) < FP32_BOUND and torch.equal(wide[:m].bfloat16(), y)
         assert wide[m].isnan().all()  # nothing is written past the last row
+        lora = _update(packed, 32)
+        u = torch.full((m + 1, lora.a.shape[0]), float("nan"), dtype=torch.bfloat16, device="cuda")
+        run(plan, x, packed, None, lora, y, u[:m])
+        _check_u(x, lora, u[:m])
+        expected += _added(packed, lora, u[:m])
+        assert rms_ratio(y, expected) <= 1.03 * rounded_once(expected, torch.bfloat16)
+        assert u[m].isnan().all() and not counters.any()
 
 
 def test_dequantize_and_dx(weight: tuple[GroupWeight, torch.Tensor]) -> None:
@@ -159,9 +184,8 @@ def test_lora_shrink(shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("m", [1, 8, 24, 150])
-@pytest.mark.parametrize("overlaps", [False, True], ids=["in-a-row", "overlaps"])
-def test_chains_in_graphs(weight: tuple[GroupWeight, torch.Tensor], m: int, overlaps: bool) -> None:
-    """Several norms, shrinks and products, each early to start, replayed with new inputs: same bits as in a row."""
+def test_chains_in_graphs(weight: tuple[GroupWeight, torch.Tensor], m: int) -> None:
+    """Several norms and products with LoRA, each early to start, replayed with new inputs: same bits as one by one."""
     packed, _ = weight
     rank, columns = 32, packed.in_features
     norm = torch.ones(columns, device="cuda", dtype=torch.bfloat16)
@@ -171,25 +195,26 @@ def test_chains_in_graphs(weight: tuple[GroupWeight, torch.Tensor], m: int, over
     places = tuple((0, rank, start * rank) for start in starts)
     x = torch.randn(m, columns, device="cuda").bfloat16()
 
-    def chain(early: bool) -> list[torch.Tensor]:
+    def chain(between: Callable[[], None]) -> list[torch.Tensor]:
         outputs, hidden = [], x
         for a in factors:
             normed = rms_norm(hidden, norm, None, 1e-6)
-            slot = overlap_slot(normed) if early else None
-            y = quant_matmul(normed, packed, None, LoraUpdate(lora_shrink(normed, a, slot), b, places, slot))
+            between()
+            y = quant_matmul(normed, packed, None, LoraUpdate(a, b, places))
+            between()
             outputs.append(y)
             # The next input depends on this output, through a kernel that may start early as well.
             hidden = add_rms_norm(y[:, :1].expand(m, columns).contiguous(), normed, norm, None, 1e-6)[0]
         return outputs
 
-    chain(overlaps)
+    chain(torch.cuda.synchronize)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outputs = chain(overlaps)
+        outputs = chain(lambda: None)
     for _ in range(10):
         x.copy_(torch.randn_like(x))
         graph.replay()
-        assert all(torch.equal(y, wanted) for y, wanted in zip(outputs, chain(False), strict=True))
+        assert all(torch.equal(y, wanted) for y, wanted in zip(outputs, chain(torch.cuda.synchronize), strict=True))
         assert not hopper._workspace(x.device)[1].any()
 
 

@@ -2,21 +2,27 @@
 
 import importlib.util
 import re
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from qerl.kernels import paged_attention
-from qerl.kernels.quant_matmul import GroupWeight, LoraUpdate, hopper, hopper_plan
+from qerl.kernels.quant_matmul import hopper, hopper_plan
 from qerl.kernels.quant_matmul.hopper_plan import (
     COUNTERS,
     FEW_ROWS,
+    LORA_BYTES,
+    LORA_COUNTERS,
+    LORA_ROWS,
+    LORA_WARPS_FEW,
+    LORA_WARPS_MANY,
     MANY_ROWS,
     SHARED_BYTES,
+    FewRowsPlan,
     all_many_rows_plans,
     few_rows_plan,
+    lora_slices,
     many_rows_plan,
     shrink_plan,
     workspace_bytes,
@@ -93,60 +99,28 @@ def test_rows_as_many_as_a_vocabulary_can_be_counted(m: int) -> None:
     assert many_rows_plan(m, 262144, 8192, 132).fits(m, 262144, 8192, 132)
 
 
-WEIGHT = GroupWeight("nvfp4", (16,), 64, torch.zeros(1, 1, 576, dtype=torch.uint8), None, torch.ones(1), 1.0)
-CPU = torch.device("cpu")
+@pytest.mark.parametrize("ranks", [8, 32, 96, 192, 40000])
+@pytest.mark.parametrize("k", [64, 3584, 8192, 18944, 28672])
+def test_slices_of_u_inside_a_product_stay_inside_the_workspace(k: int, ranks: int) -> None:
+    for m in (1, 8, 9, 64, 200, LORA_ROWS):
+        for blocks in (1, 60, 132):
+            slices = lora_slices(m, ranks, k, blocks)
+            tiles = -(-ranks // 16)
+            if slices is None:
+                assert tiles + 2 > LORA_COUNTERS or tiles * -(-m // 8) * 512 > LORA_BYTES
+                continue
+            assert 1 <= slices <= k // 32 and (slices == 1 or slices * tiles <= blocks)
+            assert slices * tiles * -(-m // 8) * 512 <= LORA_BYTES and tiles + 2 <= LORA_COUNTERS
+    assert lora_slices(LORA_ROWS + 1, ranks, k, 132) is None
 
 
-@pytest.fixture
-def arrivals(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """Counters of a workspace on the CPU."""
-    counters = torch.zeros(hopper._COUNTERS, dtype=torch.int32)
-    monkeypatch.setattr(hopper, "_workspace", lambda device: (counters, counters))
-    monkeypatch.setattr(hopper, "_open_pairs", {})
-    return counters
-
-
-def announced(slot: int | None) -> int | None:
-    """Where a product with this slot would wait."""
-    x, y = torch.zeros(1, 64, dtype=torch.bfloat16), torch.zeros(1, 16, dtype=torch.bfloat16)
-    update = LoraUpdate(torch.zeros(1, 8), torch.zeros(128), ((0, 8, 0),), slot)
-    found = hopper._params(x, WEIGHT, None, update, y).lora.announced
-    hopper._end_pair(CPU, update)
-    return found
-
-
-def test_a_product_waits_for_the_shrink_before_it_only(arrivals: torch.Tensor) -> None:
-    with pytest.raises(hopper.UnannouncedSlotError, match="slot 5"):
-        announced(5)
-    assert hopper._begin_pair(CPU, arrivals, 5) == arrivals[-12:].data_ptr() == announced(5)
-    with pytest.raises(hopper.UnannouncedSlotError, match="slot 5"):
-        announced(5)  # its announcement was taken down
-    assert hopper._begin_pair(CPU, arrivals, None) is None and announced(None) is None
-    assert not hopper._open_pairs
-
-
-@pytest.mark.parametrize("then", ["shrink", "plain shrink", "product", "another slot"])
-def test_a_shrink_without_its_product_leaves_no_announcement(then: str, arrivals: torch.Tensor) -> None:
-    hopper._begin_pair(CPU, arrivals, 3)
-    arrivals[-8:-6] = 1  # announced, and the product raised
-    if then == "another slot":
-        with pytest.raises(hopper.UnannouncedSlotError):
-            announced(4)
-    elif then == "product":
-        announced(None)
-    else:
-        hopper._begin_pair(CPU, arrivals, 3 if then == "shrink" else None)
-    assert not arrivals.any()
-
-
-def test_threads_have_pairs_of_their_own(arrivals: torch.Tensor) -> None:
-    hopper._begin_pair(CPU, arrivals, 3)
-    arrivals[-8] = 1
-    other = threading.Thread(target=hopper._begin_pair, args=(CPU, arrivals, 4))
-    other.start()
-    other.join()
-    assert arrivals[-8] == 1 and len(hopper._open_pairs) == 2
-    assert announced(3) == arrivals[-8:].data_ptr()
+def test_warps_that_make_u_as_the_kernels_have_them() -> None:
+    assert f"SHRINKERS = {LORA_WARPS_FEW};" in (SOURCES / "few_rows.cuh").read_text()
+    assert f"SHRINKERS = {LORA_WARPS_MANY}, SHRINK_BLOCKS = 4," in (SOURCES / "many_rows.cuh").read_text()
+    assert lora_slices(8, 96, 3584, 132) == 15 and lora_slices(64, 32, 18944, 132) == 24
+    # What making u takes besides: sums of 4 warps, then rows of u 8 columns apart.
+    plan = FewRowsPlan(8)
+    assert plan.shared_bytes(8, 4608, 3584, 132, 96) - plan.shared_bytes(8, 4608, 3584, 132) == 2064 + 16 * 104
 
 
 def test_a_missing_library_means_the_other_kernels(

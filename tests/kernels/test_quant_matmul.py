@@ -10,7 +10,9 @@ from qerl.kernels.quant_matmul import (
     FEW_ROWS,
     ActivationDtypeError,
     GroupWeight,
+    LoraUpdate,
     dequantize,
+    quant_lora_matmul,
     quant_matmul,
     quant_matmul_dx,
     reserve_workspace,
@@ -119,17 +121,39 @@ def test_misuse_is_named() -> None:
         GroupWeight("int3", (16,), 64, weight.codes, weight.block_scale)
 
 
+def test_lora_is_added_before_rounding_and_misuse_is_named() -> None:
+    weight = make_group("nvfp4", (32, 16), 64, False, "cpu")
+    x, a = torch.randn(3, 64).bfloat16(), torch.randn(16, 64).bfloat16() / 8
+    b = torch.randn(32 * 8).bfloat16()
+    lora = LoraUpdate(a, b, ((8, 8, 0), (0, 0, 0)))  # the second segment has no adapter
+    y, u = quant_lora_matmul(x, weight, None, lora)
+    assert torch.equal(u, (x.double() @ a.double().t()).bfloat16())
+    added = torch.cat([u[:, 8:].double() @ b.view(32, 8).double().t(), torch.zeros(3, 16)], 1)
+    expected = x.double() @ exact_weight(weight).t() + added
+    assert rms_ratio(y, expected) <= 1.01 * rounded_once(expected, torch.bfloat16)
+    assert torch.equal(quant_matmul(x, weight, None, lora), y)
+    for wrong in (
+        LoraUpdate(a[:, :32].contiguous(), b, lora.places),
+        LoraUpdate(a, b[:-1], lora.places),
+        LoraUpdate(a, b, ((4, 8, 0), (0, 0, 0))),
+        LoraUpdate(a, b, ((8, 8, 0),)),
+        LoraUpdate(a.float(), b, lora.places),
+    ):
+        with pytest.raises(ValueError, match=r"got|multiples of 8"):
+            quant_matmul(x, weight, None, wrong)
+
+
 @pytest.mark.parametrize("weight_format, checks", [("nvfp4", ("test_faketensor",)), ("nf4", ("test_schema",))])
 def test_ops_are_well_formed_for_torch_compile(weight_format: str, checks: tuple[str, ...]) -> None:
     # The schema check multiplies its inputs, which torch cannot do with float8: it gets the nf4 weight.
     weight = make_group(weight_format, (33, 1, 5), 192, uniform=False)
     parts = (weight.codes, weight.block_scale, weight.global_scale, weight_format, list(weight.segments), None)
     ops = torch.ops.qerl
-    torch.library.opcheck(
-        ops.quant_matmul, (torch.randn(3, 192), *parts, None, None, None, [], None), test_utils=checks
-    )
+    torch.library.opcheck(ops.quant_matmul, (torch.randn(3, 192), *parts, None), test_utils=checks)
+    factors = (torch.randn(8, 192), torch.randn(39 * 8), [0, 8, 0, 0, 8, 264, 0, 8, 272])
+    torch.library.opcheck(ops.quant_lora_matmul, (torch.randn(3, 192), *parts, None, *factors), test_utils=checks)
     torch.library.opcheck(ops.quant_matmul_dx, (torch.randn(3, 39), *parts), test_utils=checks)
-    wide = (torch.randn(3, 192).bfloat16(), *parts, None, None, None, [], None, True)
+    wide = (torch.randn(3, 192).bfloat16(), *parts, None, True)
     torch.library.opcheck(ops.quant_matmul, wide, test_utils=checks)
     torch.library.opcheck(ops.quant_matmul_dx, (torch.randn(3, 39).bfloat16(), *parts, True), test_utils=checks)
     torch.library.opcheck(ops.dequantize, (torch.zeros(39, 192), *parts), test_utils=checks)

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from qerl.formats.base import PackedTensor
-from qerl.kernels.lora import lora_shrink, overlap_slot
-from qerl.kernels.quant_matmul import GroupWeight, LoraUpdate, quant_matmul, quant_matmul_dx
+from qerl.kernels.quant_matmul import GroupWeight, LoraUpdate, quant_lora_matmul, quant_matmul, quant_matmul_dx
 from qerl.nn.group import WeightGroup, dense_linear
 
 _STATE_NAMES = {
@@ -48,12 +47,11 @@ class _QuantLoraMatmul(torch.autograd.Function):
         b: torch.Tensor,
     ) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        slot = overlap_slot(rows)
-        u = lora_shrink(rows, a, slot)
+        update = LoraUpdate(a, b.reshape(-1), ((0, b.shape[1], 0),))
+        y, u = quant_lora_matmul(rows, weight, bias, update)
         ctx.weight = weight
         ctx.save_for_backward(rows, u, a, b)
-        update = LoraUpdate(u, b.reshape(-1), ((0, b.shape[1], 0),), slot)
-        return quant_matmul(rows, weight, bias, update).view(*x.shape[:-1], b.shape[0])
+        return y.view(*x.shape[:-1], b.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

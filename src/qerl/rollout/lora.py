@@ -9,7 +9,7 @@ Base weights have no shadow at all.
 import torch
 from torch import nn
 
-from qerl.kernels.lora import LoraSegment, PackedB, lora_expand, lora_shrink, overlap_slot
+from qerl.kernels.lora import LoraSegment, PackedB, lora_expand, lora_shrink
 from qerl.kernels.quant_matmul import LoraUpdate
 from qerl.nn.group import WeightGroup
 from qerl.nn.linear import QuantLinear
@@ -66,7 +66,7 @@ class GroupLora:
             lora_expand(y, lora_shrink(x, self.a), self.b, active)
 
     def update_for(self, x: torch.Tensor, group: WeightGroup) -> LoraUpdate | None:
-        """What the product of ``x`` [T, K] with ``group`` shall add before it rounds; None where it cannot.
+        """What the product of ``x`` [T, K] with ``group`` adds before it rounds; None where it cannot.
 
         None also where no member is enabled: ``add_to`` then does nothing.
         """
@@ -78,8 +78,7 @@ class GroupLora:
             for segment, place, enabled in zip(self.b.segments, self.b.places, active, strict=True)
         }
         ordered = tuple(places.get(start, (0, 0, 0)) for start in group.starts)
-        slot = overlap_slot(x)
-        return LoraUpdate(lora_shrink(x, self.a, slot), self.b.buffer, ordered, slot)
+        return LoraUpdate(self.a, self.b.buffer, ordered)
 
     @property
     def bytes(self) -> int:

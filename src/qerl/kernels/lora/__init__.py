@@ -1,5 +1,5 @@
 """The LoRA update of a fused group in two launches: ``u = x A^T`` (:func:`lora_shrink`), ``y += u B^T`` for all members
-(:func:`lora_expand`).
+(:func:`lora_expand`): for weights whose product does not add LoRA itself (``quant_lora_matmul``).
 
 The formula is that of the trainer's layers: u is rounded to the compute dtype, and y + u B^T is summed in fp32 and
 rounded once. :class:`PackedB` says how u and B are laid out.
@@ -13,21 +13,18 @@ from qerl.kernels.lora.packed import LoraSegment, PackedB
 from qerl.kernels.quant_matmul import hopper
 from qerl.kernels.rows import aligned_rows
 
-__all__ = ["MAX_SHRINK_ROWS", "LoraSegment", "PackedB", "lora_expand", "lora_shrink", "overlap_slot"]
+__all__ = ["MAX_SHRINK_ROWS", "LoraSegment", "PackedB", "lora_expand", "lora_shrink"]
 
-# Above this many rows cuBLAS fills the GPU without splitting K.
-MAX_SHRINK_ROWS = 512
+MAX_SHRINK_ROWS = hopper.MAX_SHRINK_ROWS
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def lora_shrink(x: torch.Tensor, a: torch.Tensor, slot: int | None = None) -> torch.Tensor:
+def lora_shrink(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     """``x a^T`` of few rows with K split over programs, added up in a fixed order; no gradient.
 
     Args:
         x: bf16, fp16 or fp32 [T, K]. Above 512 rows, and on the CPU, a plain matmul.
         a: [R, K] contiguous, in the dtype of ``x``: the A factors of all members.
-        slot: from :func:`overlap_slot`, only where the product of the same ``x`` is launched next on this stream with
-            the same ``LoraUpdate.slot``: it then runs beside this kernel.
 
     Returns:
         [T, R] in the dtype of ``x``.
@@ -45,18 +42,7 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, slot: int | None = None) -> to
         )
     if not x.is_cuda or x.shape[0] > MAX_SHRINK_ROWS:
         return reference.lora_shrink(x, a)
-    return _shrink_op(x, a, slot)
-
-
-def overlap_slot(x: torch.Tensor) -> int | None:
-    """What lets the product of ``x`` run beside :func:`lora_shrink`, for both of them; None where it cannot.
-
-    It can on a Hopper GPU, with no copy of x in between. Not under torch.compile, which has no addresses and would keep
-    one slot for ever.
-    """
-    if torch.compiler.is_compiling() or not (_on_hopper(x) and x.is_contiguous() and x.data_ptr() % 16 == 0):
-        return None
-    return hopper.next_slot()
+    return _shrink_op(x, a)
 
 
 def _on_hopper(x: torch.Tensor) -> bool:
@@ -104,10 +90,10 @@ def lora_expand(y: torch.Tensor, u: torch.Tensor, b: PackedB, active: tuple[bool
 
 
 @torch.library.custom_op("qerl::lora_shrink", mutates_args=())
-def _shrink_op(x: torch.Tensor, a: torch.Tensor, slot: int | None) -> torch.Tensor:
+def _shrink_op(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     if _on_hopper(x):
         with launch_on(x.device):
-            return hopper.lora_shrink(aligned_rows(x), a, slot)
+            return hopper.lora_shrink(aligned_rows(x), a)
     from qerl.kernels.lora import launch  # Triton comes only with CUDA builds of torch.
 
     splits = launch.num_splits(x.shape[0], a.shape[0], x.shape[1], multiprocessor_count(x.device.index))
@@ -116,7 +102,7 @@ def _shrink_op(x: torch.Tensor, a: torch.Tensor, slot: int | None) -> torch.Tens
 
 
 @_shrink_op.register_fake
-def _(x, a, slot):  # type: ignore[no-untyped-def]
+def _(x, a):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], a.shape[0])
 
 

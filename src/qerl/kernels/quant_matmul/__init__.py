@@ -34,6 +34,7 @@ __all__ = [
     "dequantize",
     "from_tiles",
     "group_fits_tiles",
+    "quant_lora_matmul",
     "quant_matmul",
     "quant_matmul_dx",
     "reserve_workspace",
@@ -63,7 +64,7 @@ def quant_matmul(
     lora: LoraUpdate | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``y = x W^T + u b^T + bias`` with packed W.
+    """``y = x W^T + (x a^T) b^T + bias`` with packed W.
 
     Args:
         x: bf16 or fp32 ``[..., K]``, any strides.
@@ -82,20 +83,41 @@ def quant_matmul(
         ValueError: shapes or devices that do not fit.
         UnsupportedGPUError: a GPU below sm_80.
     """
+    if lora is not None:
+        return quant_lora_matmul(x, weight, bias, lora, out_dtype)[0]
+    wide = _check_product(x, weight, bias, out_dtype)
+    y = _matmul_op(x.reshape(-1, x.shape[-1]), *_parts(weight), bias, wide)
+    return y.view(*x.shape[:-1], weight.out_features)
+
+
+def quant_lora_matmul(
+    x: torch.Tensor,
+    weight: GroupWeight,
+    bias: torch.Tensor | None,
+    lora: LoraUpdate,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `quant_matmul` with LoRA, for x ``[M, K]``; also returns u = ``x a^T`` [M, R], rounded to the dtype of `x`.
+
+    On a Hopper GPU both come from one launch up to 256 rows (``cuda/shrink.cuh``).
+    """
+    wide = _check_product(x, weight, bias, out_dtype)
+    _check_lora(x, weight, lora)
+    places = [number for place in lora.places for number in place]
+    return _lora_matmul_op(x, *_parts(weight), bias, lora.a, lora.b, places, wide)
+
+
+def _check_product(
+    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, out_dtype: torch.dtype | None
+) -> bool:
+    """Check the operands; whether the result is wider than `x`."""
     _check_activation("x", x, weight, weight.in_features)
-    wide = _is_wide(x, out_dtype)
     if bias is not None and (bias.shape != (weight.out_features,) or bias.dtype != x.dtype):
         raise ValueError(
             f"bias must be {x.dtype} [{weight.out_features}] like x and the weight's rows, "
             f"got {bias.dtype} {list(bias.shape)}"
         )
-    if lora is not None:
-        _check_lora(x, weight, lora)
-    places = [] if lora is None else [number for place in lora.places for number in place]
-    u, b = (None, None) if lora is None else (lora.u, lora.b)
-    slot = None if lora is None else lora.slot
-    y = _matmul_op(x.reshape(-1, x.shape[-1]), *_parts(weight), bias, u, b, places, slot, wide)
-    return y.view(*x.shape[:-1], weight.out_features)
+    return _is_wide(x, out_dtype)
 
 
 def quant_matmul_dx(dy: torch.Tensor, weight: GroupWeight, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -169,19 +191,19 @@ def _is_wide(x: torch.Tensor, out_dtype: torch.dtype | None) -> bool:
 
 
 def _check_lora(x: torch.Tensor, weight: GroupWeight, lora: LoraUpdate) -> None:
-    width = lora.u.shape[-1]
-    if x.ndim != 2 or lora.u.shape != (x.shape[0], width) or lora.u.dtype != x.dtype or lora.b.dtype != x.dtype:
+    width = lora.a.shape[0]
+    if x.ndim != 2 or lora.a.shape != (width, x.shape[1]) or lora.a.dtype != x.dtype or lora.b.dtype != x.dtype:
         raise ValueError(
-            f"u must be {x.dtype} [{x.shape[0]}, R] like x {list(x.shape)}, and b of that dtype; got "
-            f"{lora.u.dtype} {list(lora.u.shape)} and {lora.b.dtype}"
+            f"a must be {x.dtype} [R, {weight.in_features}] like x {list(x.shape)}, and b of that dtype; got "
+            f"{lora.a.dtype} {list(lora.a.shape)} and {lora.b.dtype}"
         )
     fits = len(lora.places) == len(weight.segments) and all(
         rank % 8 == 0 and column % 8 == 0 and column + rank <= width and place + rows * rank <= lora.b.numel()
         for rows, (column, rank, place) in zip(weight.segments, lora.places, strict=False)
     )
-    if not fits or width % 2 or not lora.u.is_contiguous():
+    if not fits or width % 8 or not lora.a.is_contiguous():
         raise ValueError(
-            f"places {lora.places} do not fit segments {weight.segments}, u of {width} columns (contiguous) and b of "
+            f"places {lora.places} do not fit segments {weight.segments}, a of {width} rows (contiguous) and b of "
             f"{lora.b.numel()}: ranks and columns come in multiples of 8"
         )
 
@@ -228,33 +250,55 @@ def _matmul_op(
     segments: Sequence[int],
     uniform_scale: float | None,
     bias: torch.Tensor | None,
-    u: torch.Tensor | None,
-    b: torch.Tensor | None,
-    places: Sequence[int],
-    slot: int | None,
     wide: bool = False,
 ) -> torch.Tensor:
     out_dtype = torch.float32 if wide else x.dtype
     weight = _weight(codes, block_scale, global_scale, weight_format, segments, uniform_scale)
-    rows = aligned_rows(x) if x.is_cuda else x
-    lora = None
-    if u is not None and b is not None:
-        if slot is not None and rows.data_ptr() != x.data_ptr():
-            raise ValueError("a slot needs contiguous x, aligned to 16 bytes: a copy of it would come in between")
-        lora = LoraUpdate(u, b, tuple(zip(places[::3], places[1::3], places[2::3], strict=True)), slot)
     if not x.is_cuda:
-        return reference.quant_matmul(x, weight, bias, lora, out_dtype)
+        return reference.quant_matmul(x, weight, bias, None, out_dtype)
     from qerl.kernels.quant_matmul import paths  # Triton comes only with CUDA builds of torch.
 
     with launch_on(x.device):
-        return paths.matmul(rows, weight, bias, lora, out_dtype)
+        return paths.matmul(aligned_rows(x), weight, bias, out_dtype)
 
 
 @_matmul_op.register_fake
-def _(  # type: ignore[no-untyped-def]
-    x, codes, block_scale, global_scale, weight_format, segments, uniform_scale, bias, u, b, places, slot, wide=False
-):
+def _(x, codes, block_scale, global_scale, weight_format, segments, uniform_scale, bias, wide=False):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], sum(segments), dtype=torch.float32 if wide else x.dtype)
+
+
+@torch.library.custom_op("qerl::quant_lora_matmul", mutates_args=())
+def _lora_matmul_op(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    block_scale: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+    weight_format: str,
+    segments: Sequence[int],
+    uniform_scale: float | None,
+    bias: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    places: Sequence[int],
+    wide: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out_dtype = torch.float32 if wide else x.dtype
+    weight = _weight(codes, block_scale, global_scale, weight_format, segments, uniform_scale)
+    lora = LoraUpdate(a, b, tuple(zip(places[::3], places[1::3], places[2::3], strict=True)))
+    if not x.is_cuda:
+        return reference.quant_matmul(x, weight, bias, lora, out_dtype), reference.lora_shrink(x, a)
+    from qerl.kernels.quant_matmul import paths  # Triton comes only with CUDA builds of torch.
+
+    with launch_on(x.device):
+        return paths.lora_matmul(aligned_rows(x), weight, bias, lora, out_dtype)
+
+
+@_lora_matmul_op.register_fake
+def _(  # type: ignore[no-untyped-def]
+    x, codes, block_scale, global_scale, weight_format, segments, uniform_scale, bias, a, b, places, wide=False
+):
+    y = x.new_empty(x.shape[0], sum(segments), dtype=torch.float32 if wide else x.dtype)
+    return y, x.new_empty(x.shape[0], a.shape[0])
 
 
 @torch.library.custom_op("qerl::quant_matmul_dx", mutates_args=())

@@ -1,10 +1,8 @@
 """Launches of the Hopper kernels over weights in the tile layout (see ``tiles.py`` and ``cuda/``)."""
 
 import ctypes
-import itertools
 import logging
 import os
-import threading
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -15,9 +13,14 @@ from qerl.kernels.device import dependent_launch, multiprocessor_count
 from qerl.kernels.quant_matmul.hopper_plan import (
     COUNTERS,
     FEW_ROWS,
+    LORA_BYTES,
+    LORA_COUNTERS,
+    LORA_WARPS_FEW,
+    SHARED_BYTES,
     FewRowsPlan,
     ManyRowsPlan,
     few_rows_plan,
+    lora_slices,
     many_rows_plan,
     shrink_plan,
     workspace_bytes,
@@ -32,15 +35,8 @@ DISABLE_VARIABLE = "QERL_NO_CUDA_KERNELS"
 _SOURCES = Path(__file__).parent / "cuda"
 # Tiles store code x scale x 2^-9 after decoding (cuda/tiles.cuh); the epilogue takes the power back.
 _SCALE = 512.0
-_SLOTS = 1024
-_COUNTERS = COUNTERS + 2 * _SLOTS
-_slots = itertools.count()
-# (device, thread) -> slot of a shrink whose product is to be launched next.
-_open_pairs: dict[tuple[torch.device, int], int] = {}
-
-
-class UnannouncedSlotError(ValueError):
-    """A product was given the slot of another shrink than the last: it could wait for an announcement for ever."""
+# Above so many rows cuBLAS fills the GPU with x A^T without splitting k.
+MAX_SHRINK_ROWS = 512
 
 
 class _Lora(ctypes.Structure):
@@ -51,7 +47,10 @@ class _Lora(ctypes.Structure):
         ("column", ctypes.c_int * MAX_SEGMENTS),
         ("rank", ctypes.c_int * MAX_SEGMENTS),
         ("offset", ctypes.c_int * MAX_SEGMENTS),
-        ("announced", ctypes.c_void_p),
+        ("a", ctypes.c_void_p),
+        ("partial", ctypes.c_void_p),
+        ("counters", ctypes.c_void_p),
+        ("slices", ctypes.c_int),
     ]
 
 
@@ -82,7 +81,6 @@ class _Shrink(ctypes.Structure):
         ("u", ctypes.c_void_p),
         ("partial", ctypes.c_void_p),
         ("arrivals", ctypes.c_void_p),
-        ("announced", ctypes.c_void_p),
         ("m", ctypes.c_int),
         ("k", ctypes.c_int),
         ("r", ctypes.c_int),
@@ -125,17 +123,19 @@ def matmul(
     bias: torch.Tensor | None,
     lora: LoraUpdate | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
-    """``x`` bf16 [M, K] contiguous, 1 <= M <= 2048 -> bf16 or fp32 [M, N]; weights in tiles."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``x`` bf16 [M, K] contiguous, 1 <= M <= 2048 -> bf16 or fp32 [M, N], and u bf16 [M, R] with LoRA; weights in
+    tiles."""
     m, n, k = x.shape[0], weight.out_features, weight.in_features
     sms = multiprocessor_count(x.device.index)
     y = torch.empty(m, n, dtype=out_dtype, device=x.device)
+    u = None if lora is None else torch.empty(m, lora.a.shape[0], dtype=torch.bfloat16, device=x.device)
     plan = few_rows_plan(m, n, k, sms) if m <= FEW_ROWS else None
     if plan is not None:
-        run_few_rows(plan, x, weight, bias, lora, y)
+        run_few_rows(plan, x, weight, bias, lora, y, u)
     else:
-        run_many_rows(many_rows_plan(m, n, k, sms), x, weight, bias, lora, y)
-    return y
+        run_many_rows(many_rows_plan(m, n, k, sms), x, weight, bias, lora, y, u)
+    return y, u
 
 
 def run_few_rows(
@@ -145,16 +145,20 @@ def run_few_rows(
     bias: torch.Tensor | None,
     lora: LoraUpdate | None,
     y: torch.Tensor,
+    u: torch.Tensor | None = None,
 ) -> None:
-    """Launch one few-row kernel into `y` (mutated), bf16 or fp32."""
+    """Launch one few-row kernel into `y` bf16 or fp32 and, with LoRA, `u` bf16 [M, R] (both mutated)."""
     shape, sms = (x.shape[0], weight.out_features, weight.in_features), multiprocessor_count(x.device.index)
-    params = _params(x, weight, bias, lora, y)
+    params = _params(x, weight, bias, y)
     params.slices = plan.slices
-    shared = plan.shared_bytes(*shape, sms)
+    shared, warps = plan.shared_bytes(*shape, sms), plan.warps
     grid = plan.group(weight.out_features, sms) * plan.slices
+    if lora is not None:
+        with_lora = plan.shared_bytes(*shape, sms, lora.a.shape[0])
+        if _set_lora(params, x, lora, u, grid if with_lora <= SHARED_BYTES else 0):
+            shared, warps = with_lora, warps + LORA_WARPS_FEW
     wide = _wide(y)
-    _launch(f"few_rows{wide}", plan.name + wide, 32 * plan.warps, (grid, 1, 1), shared, x.device.index)(params)
-    _end_pair(x.device, lora)
+    _launch(f"few_rows{wide}", plan.name + wide, 32 * warps, (grid, 1, 1), shared, x.device.index)(params)
 
 
 def run_many_rows(
@@ -164,16 +168,20 @@ def run_many_rows(
     bias: torch.Tensor | None,
     lora: LoraUpdate | None,
     y: torch.Tensor,
+    u: torch.Tensor | None = None,
 ) -> None:
-    """Launch one many-row kernel into `y` (mutated), bf16 or fp32."""
+    """Launch one many-row kernel into `y` bf16 or fp32 and, with LoRA, `u` bf16 [M, R] (both mutated)."""
     shape, sms = (x.shape[0], weight.out_features, weight.in_features), multiprocessor_count(x.device.index)
-    params = _params(x, weight, bias, lora, y)
+    params = _params(x, weight, bias, y)
     params.slices = int(plan.whole)
     grid = plan.grid(*shape, sms)
+    x_map = u_map = _tensor_map(x.data_ptr(), *x.shape, plan.tokens)
+    if lora is not None and u is not None:
+        _set_lora(params, x, lora, u, grid if plan.makes_u else 0)
+        u_map = _tensor_map(u.data_ptr(), *u.shape, plan.tokens)
     wide, threads = _wide(y), 128 * plan.groups + 128
     launch = _launch(f"many_rows{wide}", plan.name + wide, threads, (grid, 1, 1), plan.shared_bytes, x.device.index)
-    launch(params, _tensor_map(x.data_ptr(), *x.shape, plan.tokens))
-    _end_pair(x.device, lora)
+    launch(params, x_map, u_map)
 
 
 def _wide(y: torch.Tensor) -> str:
@@ -181,31 +189,23 @@ def _wide(y: torch.Tensor) -> str:
     return "_wide" if y.dtype == torch.float32 else ""
 
 
-def next_slot() -> int:
-    """A place for the announcement of x between a shrink and its product (see ``tiles.cuh``).
+def lora_shrink(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """``x a^T``: bf16 [M, K] and [R, K], both contiguous, K a multiple of 32 -> bf16 [M, R]."""
+    u = torch.empty(x.shape[0], a.shape[0], dtype=torch.bfloat16, device=x.device)
+    _shrink_into(x, a, u)
+    return u
 
-    Places are handed out in turn: as many pairs lie between two uses of one as no GPU holds at once.
-    """
-    return next(_slots) % _SLOTS
 
-
-def lora_shrink(x: torch.Tensor, a: torch.Tensor, slot: int | None = None) -> torch.Tensor:
-    """``x a^T``: bf16 [M, K] and [R, K], both contiguous, K a multiple of 32 -> bf16 [M, R].
-
-    With a `slot`, the next launch on the stream must be the product of the same x with this ``LoraUpdate.slot``. Where
-    that product is never launched, the thread's next shrink or product takes the announcement down.
-    """
+def _shrink_into(x: torch.Tensor, a: torch.Tensor, u: torch.Tensor) -> None:
     (m, k), r = x.shape, a.shape[0]
-    u = torch.empty(m, r, dtype=torch.bfloat16, device=x.device)
-    partial, arrivals = _workspace(x.device)
-    announced = _begin_pair(x.device, arrivals, slot)
-    params = _Shrink(
-        x.data_ptr(), a.data_ptr(), u.data_ptr(), partial.data_ptr(), arrivals.data_ptr(), announced, m, k, r
-    )
+    if m > MAX_SHRINK_ROWS:
+        torch.mm(x, a.t(), out=u)
+        return
+    partial, arrivals, _ = _workspace(x.device)
+    params = _Shrink(x.data_ptr(), a.data_ptr(), u.data_ptr(), partial.data_ptr(), arrivals.data_ptr(), m, k, r)
     blocks, slices = shrink_plan(m, r, k, multiprocessor_count(x.device.index))
     grid = (-(-r // 16), slices, -(-m // (8 * blocks)))
     _launch("lora_shrink", f"lora_shrink_{blocks}", 512 if blocks < 8 else 256, grid, 0, x.device.index)(params)
-    return u
 
 
 def dequantize_into(weight: GroupWeight, out: torch.Tensor) -> None:
@@ -217,9 +217,7 @@ def dequantize_into(weight: GroupWeight, out: torch.Tensor) -> None:
     _launch("dequantize", name, 128, grid, 0, out.device.index)(params)
 
 
-def _params(
-    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, lora: LoraUpdate | None, y: torch.Tensor
-) -> _Params:
+def _params(x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, y: torch.Tensor) -> _Params:
     params = _Params()
     params.tiles, params.x, params.y = weight.codes.data_ptr(), x.data_ptr(), y.data_ptr()
     params.m, params.n, params.k = x.shape[0], weight.out_features, weight.in_features
@@ -234,68 +232,37 @@ def _params(
     for index, rows in enumerate(weight.segments):
         end += rows // TILE_ROWS
         params.segment_end[index] = end
-    partial, arrivals = _workspace(x.device)
+    partial, arrivals, _ = _workspace(x.device)
     params.partial, params.arrivals = partial.data_ptr(), arrivals.data_ptr()
-    if lora is not None:
-        params.lora.u, params.lora.b, params.lora.width = lora.u.data_ptr(), lora.b.data_ptr(), lora.u.shape[1]
-        for index, (column, rank, place) in enumerate(lora.places):
-            params.lora.column[index], params.lora.rank[index], params.lora.offset[index] = column, rank, place
-    slot = None if lora is None else lora.slot
-    _abandon_pair(x.device, arrivals, slot)
-    if slot is not None:
-        if _open_pairs.get(_here(x.device)) != slot:
-            raise UnannouncedSlotError(f"slot {slot} is not that of the last shrink on {x.device}: pass slot=None")
-        params.lora.announced = _announcement(arrivals, slot)
     return params
 
 
-def _announcement(arrivals: torch.Tensor, slot: int) -> int:
-    """Address of the two counters of a slot: the last ones, which no sum of parts reaches."""
-    return arrivals.data_ptr() + 4 * _slot_start(slot)
-
-
-def _slot_start(slot: int) -> int:
-    return _COUNTERS - 2 * (slot + 1)
-
-
-def _here(device: torch.device) -> tuple[torch.device, int]:
-    return device, threading.get_ident()
-
-
-def _abandon_pair(device: torch.device, arrivals: torch.Tensor, unless: int | None = None) -> None:
-    """Take down the announcement of a shrink whose product was never launched (it raised), so that no later pair with
-    this slot, in a captured graph perhaps, finds it."""
-    slot = _open_pairs.get(_here(device))
-    if slot is not None and slot != unless:
-        arrivals[_slot_start(slot) : _slot_start(slot) + 2].zero_()
-        del _open_pairs[_here(device)]
-
-
-def _begin_pair(device: torch.device, arrivals: torch.Tensor, slot: int | None) -> int | None:
-    """Address of the announcement of a shrink to come; None where it has no slot."""
-    _abandon_pair(device, arrivals)
-    if slot is None:
-        return None
-    _open_pairs[_here(device)] = slot
-    return _announcement(arrivals, slot)
-
-
-def _end_pair(device: torch.device, lora: LoraUpdate | None) -> None:
-    """The product of a shrink was launched: it takes the announcement down."""
-    if lora is not None and lora.slot is not None:
-        del _open_pairs[_here(device)]
+def _set_lora(params: _Params, x: torch.Tensor, lora: LoraUpdate, u: torch.Tensor, blocks: int) -> bool:
+    """Add LoRA to a launch of `blocks` blocks that make `u` (mutated) on the way, and return True; where they cannot
+    (0: they have no room), launch the kernel that makes u before."""
+    params.lora.u, params.lora.b, params.lora.width = u.data_ptr(), lora.b.data_ptr(), u.shape[1]
+    for index, (column, rank, place) in enumerate(lora.places):
+        params.lora.column[index], params.lora.rank[index], params.lora.offset[index] = column, rank, place
+    slices = lora_slices(*u.shape, x.shape[1], blocks) if blocks else None
+    if slices is None:
+        _shrink_into(x, lora.a, u)
+        return False
+    _, arrivals, partial = _workspace(x.device)
+    params.lora.a, params.lora.partial, params.lora.slices = lora.a.data_ptr(), partial.data_ptr(), slices
+    params.lora.counters = arrivals.data_ptr() + 4 * COUNTERS
+    return True
 
 
 @cache
-def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of shared tiles (fp32) and the counters of their parts (zero between launches).
+def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sums of shared tiles (fp32), the counters of their parts (zero between launches), slices of u (fp32).
 
     Of fixed size and address, because captured graphs bake it in; first asked for outside a capture. Launches on one
     device must be ordered by a stream.
     """
-    sms = multiprocessor_count(device.index)
-    size = workspace_bytes(sms)
-    return torch.empty(size, dtype=torch.uint8, device=device), torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+    sums = workspace_bytes(multiprocessor_count(device.index))
+    partial, slices = (torch.empty(size, dtype=torch.uint8, device=device) for size in (sums, LORA_BYTES))
+    return partial, torch.zeros(COUNTERS + LORA_COUNTERS, dtype=torch.int32, device=device), slices
 
 
 @cache

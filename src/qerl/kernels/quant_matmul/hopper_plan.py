@@ -18,8 +18,16 @@ X_CHUNKS = 8
 FEW_ROWS = 8
 # Above so many rows, dequantizing once and cuBLAS beat decoding the weights again for every 256 rows.
 MANY_ROWS = 2048
-# Counters of the workspace that sums of parts may use.
+# Counters of the workspace that sums of parts may use, and those of LoRA's u = x A^T inside a product.
 COUNTERS = (1 << 18) - (1 << 11)
+LORA_COUNTERS = 1 << 11
+# Up to so many rows of x a product makes u itself, by warps that have no other work: 4 in the few-row kernels, 3 in the
+# many-row ones. Above, u comes from a kernel of its own, whose time is small against the product's.
+LORA_ROWS = 256
+LORA_WARPS_FEW, LORA_WARPS_MANY = 4, 3
+_LORA_BLOCKS_MANY = 4
+# Of the workspace, for slices of u.
+LORA_BYTES = 4 << 20
 # What a block of the LoRA shrink reads of A and x: less makes more slices to add up.
 _SHRINK_BYTES = 48 << 10
 
@@ -48,6 +56,11 @@ _X_MISS = 1.2
 
 def _ceil(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def _lora_sums(warps: int, blocks: int) -> int:
+    """Shared memory in which warps that make u add up (``shrink_bytes`` in ``shrink.cuh``)."""
+    return warps * blocks * 512 + 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +95,21 @@ class FewRowsPlan:
         depth = _ceil(k // WINDOW_COLUMNS, self.slices)
         return _ceil(n // TILE_ROWS, self.group(n, multiprocessors)) * _ceil(depth, UNIT_WINDOWS)
 
-    def shared_bytes(self, m: int, n: int, k: int, multiprocessors: int) -> int:
-        """Dynamic shared memory: rings, barriers, x, partial sums (as ``few_rows.cuh`` lays them out)."""
+    def shared_bytes(self, m: int, n: int, k: int, multiprocessors: int, ranks: int = 0) -> int:
+        """Dynamic shared memory: rings, barriers, x, partial sums (as ``few_rows.cuh`` lays them out).
+
+        With `ranks`, the columns of u, also what making u takes.
+        """
         windows = k // WINDOW_COLUMNS
         most = _ceil(n // TILE_ROWS, self.group(n, multiprocessors))
         slots = 0
         for depth in {_ceil(windows, self.slices), windows // self.slices}:
             units = _ceil(depth, UNIT_WINDOWS)
             slots = max(slots, (units * most // self.warps + 1 + units - 2) // units + 1)
-        rings = self.warps * 2 * (UNIT_BYTES + 8) + 8 * X_CHUNKS
+        rings = self.warps * 2 * (UNIT_BYTES + 8) + 8 * X_CHUNKS + 8
         x = m * (_ceil(windows, self.slices) * 128 + 16)
-        return rings + 128 + x + 128 + self.warps * slots * 512
+        lora = _lora_sums(LORA_WARPS_FEW, 1) + 2 * m * (ranks + 8) if ranks else 0
+        return rings + 128 + x + 128 + self.warps * slots * 512 + lora
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +151,15 @@ class ManyRowsPlan:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: the ring and its barriers."""
+        """Dynamic shared memory: the ring and its barriers, and what making u takes."""
         window = self.tokens * 128 + 4 * self.groups * WINDOW_BYTES
-        return 1024 + self.stages * (self.unit * window + 16)
+        lora = _lora_sums(LORA_WARPS_MANY, _LORA_BLOCKS_MANY) if self.makes_u else 0
+        return 1024 + self.stages * (self.unit * window + 16) + lora
+
+    @property
+    def makes_u(self) -> bool:
+        """Whether its kernel has registers left for warps that make u."""
+        return self.tokens < 256
 
     def partial_bytes(self, multiprocessors: int) -> int:
         """Workspace: two shared tiles a block, fp32."""
@@ -193,6 +216,20 @@ def many_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> ManyRowsPlan
     plans = [plan for plan in all_many_rows_plans() if plan.tokens < max(2 * m, 17)]
     plans = [plan for plan in plans if plan.fits(m, n, k, multiprocessors)]
     return min(plans, key=lambda plan: plan.cost(m, n, k, multiprocessors))
+
+
+def lora_slices(m: int, ranks: int, k: int, blocks: int) -> int | None:
+    """Slices of k in which `blocks` blocks make u [m, ranks] inside a product; None: u needs a kernel of its own.
+
+    Both halves of the work are chains of reads: a block's own slice, and the sum of all slices by the last one. Their
+    sum is least where slices are about as many as the square root of the steps of k, more where few rows are summed.
+    """
+    tiles, places, steps = _ceil(ranks, 16), _ceil(ranks, 16) * _ceil(m, 8), k // 32
+    fitting = LORA_BYTES // (places * 512)
+    if m > LORA_ROWS or fitting == 0 or tiles + 2 > LORA_COUNTERS:
+        return None
+    best = round((2 * steps if m <= 32 else steps) ** 0.5)
+    return max(1, min(best, blocks // tiles, fitting, steps))
 
 
 def shrink_plan(m: int, r: int, k: int, multiprocessors: int) -> tuple[int, int]:

@@ -26,25 +26,40 @@ BLOCK_BYTES = 256 << 20
 
 
 def matmul(
-    x: torch.Tensor,
-    weight: GroupWeight,
-    bias: torch.Tensor | None,
-    lora: LoraUpdate | None = None,
-    out_dtype: torch.dtype | None = None,
+    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """``x`` [M, K] contiguous bf16 or fp32 on a GPU -> [M, N] in `out_dtype` (fp32, or None: as x)."""
     m, out_dtype = x.shape[0], out_dtype or x.dtype
     if m == 0:
         return x.new_empty(0, weight.out_features, dtype=out_dtype)
     if weight.layout == "tiles" and x.dtype == torch.bfloat16 and m <= MANY_ROWS:
-        return hopper.matmul(x, weight, bias, lora, out_dtype)
-    if weight.layout == "rows" and x.dtype == torch.bfloat16 and m <= FEW_ROWS and lora is None:
+        return hopper.matmul(x, weight, bias, None, out_dtype)[0]
+    if weight.layout == "rows" and x.dtype == torch.bfloat16 and m <= FEW_ROWS:
         units = multiprocessor_count(x.device.index)
         config = few_rows_config(m, weight.out_features, weight.in_features, units)
         return launch.few_rows_matmul(x, weight, bias, config, out_dtype)
-    if out_dtype != x.dtype:
-        return blockwise_matmul(x, weight, bias, lora)
-    return dequantized_matmul(x, weight, bias, lora)
+    product = dequantized_matmul if out_dtype == x.dtype else blockwise_matmul
+    return product(x, weight, bias, None, None)
+
+
+def lora_matmul(
+    x: torch.Tensor,
+    weight: GroupWeight,
+    bias: torch.Tensor | None,
+    lora: LoraUpdate,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `matmul`, with LoRA: [M, N] and u = ``x a^T`` [M, R]."""
+    m, out_dtype = x.shape[0], out_dtype or x.dtype
+    if m == 0:
+        return x.new_empty(0, weight.out_features, dtype=out_dtype), x.new_empty(0, lora.a.shape[0])
+    if weight.layout == "tiles" and x.dtype == torch.bfloat16 and m <= MANY_ROWS:
+        y, u = hopper.matmul(x, weight, bias, lora, out_dtype)
+        assert u is not None
+        return y, u
+    u = x @ lora.a.t()
+    product = dequantized_matmul if out_dtype == x.dtype else blockwise_matmul
+    return product(x, weight, bias, lora, u), u
 
 
 def matmul_dx(dy: torch.Tensor, weight: GroupWeight, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -56,11 +71,15 @@ def matmul_dx(dy: torch.Tensor, weight: GroupWeight, out_dtype: torch.dtype | No
 
 
 def blockwise_matmul(
-    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, lora: LoraUpdate | None = None
+    x: torch.Tensor,
+    weight: GroupWeight,
+    bias: torch.Tensor | None,
+    lora: LoraUpdate | None,
+    u: torch.Tensor | None,
 ) -> torch.Tensor:
     """`matmul` with an fp32 result, by way of the workspace and a dense GEMM for each block of rows."""
     y = x.new_empty(x.shape[0], weight.out_features, dtype=torch.float32)
-    extra = None if lora is None else lora_update(weight, lora)
+    extra = None if lora is None or u is None else lora_update(weight, lora, u)
     for rows, dense, multiplier in _dense_blocks(weight, x.dtype):
         product = _mm_fp32(x, dense.t()).mul_(multiplier)
         if extra is not None:
@@ -99,7 +118,11 @@ def _dense_blocks(
 
 
 def dequantized_matmul(
-    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, lora: LoraUpdate | None = None
+    x: torch.Tensor,
+    weight: GroupWeight,
+    bias: torch.Tensor | None,
+    lora: LoraUpdate | None,
+    u: torch.Tensor | None,
 ) -> torch.Tensor:
     """`matmul` by way of the workspace and a dense GEMM."""
     dense = _dequantized(weight, x.dtype)
@@ -107,10 +130,10 @@ def dequantized_matmul(
     y = x.new_empty(x.shape[0], weight.out_features)
     if alpha is not None and bias is None:
         # The GEMM adds what LoRA left in y to its fp32 sum; only that small term has been rounded before.
-        if lora is not None:
-            _lora_into(y, weight, lora)
+        if lora is not None and u is not None:
+            _lora_into(y, weight, lora, u)
         return y.addmm_(x, dense.t(), beta=0 if lora is None else 1, alpha=alpha)
-    extra = None if lora is None else lora_update(weight, lora)
+    extra = None if lora is None or u is None else lora_update(weight, lora, u)
     if alpha is not None and bias is not None:
         # Not addmm: with a bias, cuBLAS may round split-K partial sums to bf16 (seen on an H200: error 1.5x).
         offset = bias.float() if extra is None else extra.add_(bias.float())
@@ -123,14 +146,14 @@ def dequantized_matmul(
     return y
 
 
-def _lora_into(y: torch.Tensor, weight: GroupWeight, lora: LoraUpdate) -> None:
+def _lora_into(y: torch.Tensor, weight: GroupWeight, lora: LoraUpdate, u: torch.Tensor) -> None:
     """Write the LoRA term into `y`, zeros where a segment has none."""
     start = 0
     for rows, (column, rank, place) in zip(weight.segments, lora.places, strict=True):
         part = y[:, start : start + rows]
         if rank:
             b = lora.b[place : place + rows * rank].view(rows, rank)
-            torch.mm(lora.u[:, column : column + rank], b.t(), out=part)
+            torch.mm(u[:, column : column + rank], b.t(), out=part)
         else:
             part.zero_()
         start += rows

@@ -33,25 +33,30 @@ def quant_matmul(
     lora: LoraUpdate | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``x`` [M, K] -> ``(x W^T) * multiplier + u b^T + bias`` [M, N], in fp32, rounded once to `out_dtype` (None: as
-    x)."""
+    """``x`` [M, K] -> ``(x W^T) * multiplier + (x a^T) b^T + bias`` [M, N], in fp32, rounded once to `out_dtype` (None:
+    as x); ``x a^T`` is rounded to the dtype of x."""
     y = x.float() @ dequantize(weight, torch.float32).t()
     multiplier = row_multiplier(weight)
     if multiplier is not None:
         y = y * multiplier
     if lora is not None:
-        y = y + lora_update(weight, lora)
+        y = y + lora_update(weight, lora, lora_shrink(x, lora.a))
     if bias is not None:
         y = y + bias.float()
     return y.to(out_dtype or x.dtype)
 
 
-def lora_update(weight: GroupWeight, lora: LoraUpdate) -> torch.Tensor:
-    """fp32 ``[M, N]``: what `lora` adds to the product."""
+def lora_shrink(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """u = ``x a^T`` [M, R], summed in fp32, rounded once to the dtype of x."""
+    return (x.float() @ a.float().t()).to(x.dtype)
+
+
+def lora_update(weight: GroupWeight, lora: LoraUpdate, u: torch.Tensor) -> torch.Tensor:
+    """fp32 ``[M, N]``: what `lora` adds to the product, with `u` [M, R]."""
     parts = []
     for rows, (column, rank, place) in zip(weight.segments, lora.places, strict=True):
         b = lora.b[place : place + rows * rank].view(rows, rank)
-        parts.append(lora.u[:, column : column + rank].float() @ b.float().t())
+        parts.append(u[:, column : column + rank].float() @ b.float().t())
     return torch.cat(parts, dim=1)
 
 

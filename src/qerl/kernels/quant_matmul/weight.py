@@ -115,20 +115,17 @@ class GroupWeight:
 
 @dataclass(slots=True)
 class LoraUpdate:
-    """What a product adds before it rounds: ``y[:, segment] += u[:, columns] b^T``.
+    """What a product adds before it rounds: ``y[:, segment] += u[:, columns] b^T`` with ``u = x a^T`` rounded to bf16.
 
     Attributes:
-        u: bf16 ``[M, R]`` contiguous, ``x A^T`` of all members.
+        a: bf16 ``[R, K]`` contiguous, the factors of all members.
         b: bf16, one-dimensional: the factors ``[N_i, r_i]`` row-major somewhere in it, scaling included.
         places: per segment of the weight (first column of u, rank, place of the factor in b); rank 0 adds nothing.
-        slot: u comes from :func:`qerl.kernels.lora.lora_shrink` with this slot, launched last on this stream: the
-            product runs beside it and waits for u at its end.
     """
 
-    u: torch.Tensor
+    a: torch.Tensor
     b: torch.Tensor
     places: tuple[tuple[int, int, int], ...]
-    slot: int | None = None
 
 
 def _expect(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -3,11 +3,13 @@
 // A block owns a range of row tiles and a slice of k; its warps share that work as contiguous runs of units (four
 // windows, one bulk copy), each warp with its own ring of stages and no block-wide barrier in the loop. Partial tiles
 // are summed through shared memory in warp order, slices of k by the last block to arrive, in slice order: same input,
-// same bits.
+// same bits. With LoRA, SHRINKERS more warps make u and bring it into shared memory.
 #pragma once
-#include "tiles.cuh"
+#include "shrink.cuh"
 
 constexpr int X_CHUNKS = 8;
+constexpr int SHRINKERS = 4;
+constexpr int COMPUTE_BARRIER = 1, SHRINK_BARRIER = 2;
 
 __device__ __forceinline__ void load_matrices(uint32_t (&f)[4], uint32_t address) {
     asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -35,6 +37,37 @@ __device__ __forceinline__ bool sum_slices(const Params& p, int slice, int tile,
     return true;
 }
 
+// v += u b^T for 16 channels and up to 8 tokens; rows of u lie `pitch` apart, in shared or global memory.
+__device__ __forceinline__ void add_lora(const Params& p, const Factor& factor, const uint16_t* u, int pitch, int lane,
+                                         float (&v)[4]) {
+    const uint16_t* row = u + min(lane >> 2, p.m - 1) * pitch + factor.column + 2 * (lane & 3);
+#pragma unroll 2
+    for (int r = 0; r < factor.rank; r += 16) {
+        uint32_t a[4];
+        factor.load(a, r, lane);
+        mma(v, a, *(const uint32_t*)(row + r), r + 8 < factor.rank ? *(const uint32_t*)(row + r + 8) : 0);
+    }
+}
+
+// What the warps beside the product do: u is computed, and copied to `u` (rows `pitch` apart) once all of it is there.
+__device__ __forceinline__ void serve_lora(const Params& p, uint16_t* u, int pitch, float4* sums, uint32_t u_full,
+                                           int tile_begin, int tile_end) {
+    const int worker = uniform_warp() - blockDim.x / 32 + SHRINKERS, lane = threadIdx.x & 31;
+    const int thread = worker * 32 + lane, threads = SHRINKERS * 32;
+    prefetch_factors(p, tile_begin, tile_end, thread, threads);
+    wait_for_predecessors();
+    make_u<SHRINKERS, 1, 2, SHRINK_BARRIER>(p, sums, worker, lane);
+    if (thread == 0) await_u(p);
+    sync_warps<SHRINK_BARRIER, SHRINKERS * 32>();
+#pragma unroll 1
+    for (int i = thread; i < p.m * p.lora.width / 8; i += threads) {
+        const int row = i / (p.lora.width / 8), column = i % (p.lora.width / 8) * 8;
+        *(uint4*)(u + row * pitch + column) = __ldcg((const uint4*)(p.lora.u + row * p.lora.width + column));
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(u_full);
+}
+
 // PAIR: clusters of two blocks share x. WIDE: y is fp32.
 template <int WARPS, int STAGES, bool PAIR, bool WIDE = false>
 __device__ __forceinline__ void few_rows(const Params& p) {
@@ -52,14 +85,18 @@ __device__ __forceinline__ void few_rows(const Params& p) {
     const uint32_t base = smem_address(shared);
     const uint32_t ring = base + warp * STAGES * UNIT_BYTES;
     const uint32_t bars = base + WARPS * STAGES * UNIT_BYTES;
-    const uint32_t full = bars + warp * STAGES * 8, x_full = bars + WARPS * STAGES * 8;
-    const uint32_t x_base = (x_full + X_CHUNKS * 8 + 127) & ~127u;
+    const uint32_t full = bars + warp * STAGES * 8, x_full = bars + WARPS * STAGES * 8, u_full = x_full + X_CHUNKS * 8;
+    const uint32_t x_base = (u_full + 8 + 127) & ~127u;
     unsigned char* const windows_of_warp = shared + warp * STAGES * UNIT_BYTES;
     float* sums = (float*)(shared + (x_base - base) + ((p.m * x_stride + 127) & ~127));
+    const int slots = (total / WARPS + 1 + units - 2) / units + 1;  // tiles a warp can touch
+    uint16_t* const u_shared = (uint16_t*)((char*)(sums + WARPS * slots * 128) + shrink_bytes<SHRINKERS, 1>);
+    const int u_pitch = p.lora.width + 8;  // rows in different banks
 
     launch_dependents();
     if (threadIdx.x < X_CHUNKS) barrier_init(x_full + threadIdx.x * 8, 1);
-    if (lane < STAGES) barrier_init(full + lane * 8, 1);
+    if (warp < WARPS && lane < STAGES) barrier_init(full + lane * 8, 1);
+    if (threadIdx.x == 0) barrier_init(u_full, SHRINKERS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
@@ -83,16 +120,21 @@ __device__ __forceinline__ void few_rows(const Params& p) {
         source += last ? bytes + skipped : bytes;
         if (last) load_unit = 0;
     };
-    for (int s = 0; s < STAGES && loaded < end; s++) load(s);
+    if (warp < WARPS)
+        for (int s = 0; s < STAGES && loaded < end; s++) load(s);
 
     // The barriers of x are initialized, in both blocks of a cluster.
     if (PAIR) asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
     else __syncthreads();
+    if (warp >= WARPS) {
+        float4* const shrink_sums = (float4*)(sums + WARPS * slots * 128);
+        return serve_lora(p, u_shared, u_pitch, shrink_sums, u_full, tile_begin, tile_end);
+    }
     // x arrives in chunks of columns, so that a warp waits only for those it multiplies next. In a pair, every row is
     // fetched by one block and multicast to both: small weights are read in little more time than 132 copies of x.
     const int chunk_units = (units + X_CHUNKS - 1) / X_CHUNKS;
     if (warp < X_CHUNKS) {
-        await_x(p);
+        wait_for_predecessors();
         const int first = warp * chunk_units * UNIT_WINDOWS, last = min(depth, first + chunk_units * UNIT_WINDOWS);
         if (last > first) {
             const uint16_t* x = p.x + (long long)lane * p.k + (window_begin + first) * 64;
@@ -112,7 +154,6 @@ __device__ __forceinline__ void few_rows(const Params& p) {
     float c[2][4] = {};  // two sets: half as long chains of dependent products
     int unit = begin % units, slot = 0, stage = 0, phase = 0, chunk = unit / chunk_units,
         chunk_left = chunk_units - unit % chunk_units;
-    const int slots = (total / WARPS + 1 + units - 2) / units + 1;  // tiles a warp can touch
     auto store_partial = [&]() {
         *(float4*)(sums + (warp * slots + slot) * 128 + lane * 4) =
             make_float4(c[0][0] + c[1][0], c[0][1] + c[1][1], c[0][2] + c[1][2], c[0][3] + c[1][3]);
@@ -160,8 +201,9 @@ __device__ __forceinline__ void few_rows(const Params& p) {
     }
     if (unit && begin < end) store_partial();
     wait_for_predecessors();  // from here on: u, the workspace, y
-    __syncthreads();
-    if (threadIdx.x == 0) confirm_x(p);
+    sync_warps<COMPUTE_BARRIER, WARPS * 32>();
+    const bool u_nearby = p.lora.a != nullptr;
+    if (u_nearby) barrier_wait(u_full, 0);
 
     for (int tile = tile_begin + warp; tile < tile_end; tile += WARPS) {
         const int first = (tile - tile_begin) * units, last = first + units - 1;  // units of this tile
@@ -176,7 +218,11 @@ __device__ __forceinline__ void few_rows(const Params& p) {
         }
         if (p.slices > 1 && !sum_slices(p, slice, tile, tiles, lane, v)) continue;
         const Epilogue e(p, tile, lane);
-        scale_and_add_lora<1>(p, e, tile, 0, lane, sum);
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i] *= e.scale;
+        const Factor factor(p, e.segment, tile);
+        if (u_nearby) add_lora(p, factor, u_shared, u_pitch, lane, v);
+        else add_lora(p, factor, p.lora.u, p.lora.width, lane, v);
         if constexpr (WIDE) store_wide<1>(p, e, tile, 0, lane, sum);
         else store_block(p, e, tile, 0, lane, v);
     }

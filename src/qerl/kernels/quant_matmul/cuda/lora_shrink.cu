@@ -7,8 +7,7 @@ struct Shrink {
     const uint16_t* a;  // bf16 [R, K]
     uint16_t* u;        // bf16 [M, R]
     float* partial;
-    int* arrivals;   // zero between launches
-    int* announced;  // tiles.cuh: tells the product that follows that x is there; or null
+    int* arrivals;  // zero between launches
     int m, k, r;
 };
 
@@ -30,7 +29,6 @@ __device__ __forceinline__ void lora_shrink(const Shrink& p) {
         if (tile * 16 + i / lines < p.r)
             prefetch(p.a + (long long)(tile * 16 + i / lines) * p.k + (begin + 2 * (i % lines)) * 32);
     wait_for_predecessors();
-    if (p.announced && threadIdx.x == 0 && !(blockIdx.x | blockIdx.y | blockIdx.z)) announce(p.announced);
 
     float c[BLOCKS][4] = {};
 #pragma unroll(BLOCKS == 1 ? 8 : BLOCKS == 2 ? 4 : 2)

@@ -4,8 +4,11 @@
 // ring of stages: weights by bulk copies, x by tensor copies (128-byte swizzle). Window i + 1 is decoded while the
 // products of window i run. Where whole tiles would leave multiprocessors idle, every block takes an equal run of units
 // across tiles (stream-K); the last block to arrive at a tile sums its parts in block order: same input, same bits.
+//
+// LoRA is one more step of a tile: columns of u take the place of x in the ring, rows of b that of the weights. The
+// warps beside the producer make u where it does not come from an earlier kernel.
 #pragma once
-#include "tiles.cuh"
+#include "shrink.cuh"
 
 struct TensorMap {
     alignas(64) unsigned char opaque[128];
@@ -80,10 +83,9 @@ __device__ __forceinline__ bool sum_parts(const Params& p, const Work& work, int
     if (lane == 0) *counter = 0;
 #pragma unroll
     for (int b = 0; b < TOKENS / 8; b++) c[b][0] = c[b][1] = c[b][2] = c[b][3] = 0.0f;
-    // Only the first of them can have begun before the tile; the others begin inside it, in slot 0.
+    // The first of them begins the tile; the others begin inside it, in slot 0.
     const float* part = part_of<TOKENS, WARPS>(p, first, true, warp, lane);
     const float* next = part_of<TOKENS, WARPS>(p, first + 1, false, warp, lane);
-    if (work.begin(first) > tile * (int)work.units) part = part_of<TOKENS, WARPS>(p, first, false, warp, lane);
     constexpr long long BLOCK_STRIDE = 2LL * WARPS * TOKENS * 16;
 #pragma unroll(TOKENS <= 32 ? 4 : TOKENS <= 64 ? 2 : 1)
     for (int i = 0; i < contributors; i++) {
@@ -97,9 +99,30 @@ __device__ __forceinline__ bool sum_parts(const Params& p, const Work& work, int
     return true;
 }
 
+// Registers of a thread of the producer's warpgroup and of the others. The largest tile leaves none to make u with.
+template <int TOKENS, int GROUPS>
+constexpr int producer_registers = TOKENS == 256                 ? 24
+                                   : TOKENS >= 64 && GROUPS == 3 ? 64
+                                                                 : 104;
+template <int TOKENS, int GROUPS>
+constexpr int product_registers = TOKENS == 256  ? 240
+                                  : GROUPS == 2  ? 200
+                                  : TOKENS >= 64 ? 144
+                                                 : 136;
+constexpr int SHRINKERS = 3, SHRINK_BLOCKS = 4, SHRINK_BARRIER = 2;
+
+// The segments of a tile of WARPS row tiles, each in steps of 64 ranks: what LoRA multiplies, in the order of the ring.
+template <int WARPS, typename Step>
+__device__ __forceinline__ void for_lora_steps(const Params& p, int row_block, Step step) {
+    if (!p.lora.u) return;
+    const int last = segment_of(p, min((row_block + 1) * WARPS, p.n / 16) - 1);
+    for (int s = segment_of(p, row_block * WARPS); s <= last; s++)
+        for (int r = 0; r < p.lora.rank[s]; r += 64) step(s, r);
+}
+
 // UNIT windows of all channels and of x are one stage, filled by one producer warp. WIDE: y is fp32.
 template <int TOKENS, int GROUPS, int UNIT, int STAGES, bool WIDE = false>
-__device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_map) {
+__device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_map, const TensorMap* u_map) {
     constexpr int WARPS = GROUPS * 4, X_BYTES = TOKENS * 128, W_BYTES = UNIT * WINDOW_BYTES;
     extern __shared__ __align__(1024) unsigned char shared[];
     const int warp = uniform_warp(), lane = threadIdx.x & 31;
@@ -127,7 +150,22 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
     __syncthreads();
 
     if (warp >= WARPS) {  // a whole warpgroup, because registers are handed over by warpgroups
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 3 ? 32 : 24));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(producer_registers<TOKENS, GROUPS>));
+        if constexpr (TOKENS < 256) {
+            if (warp > WARPS) {
+                if (!p.lora.a) return;
+                const int worker = warp - WARPS - 1, thread = worker * 32 + lane;
+                for (int tile = begin / work.units; tile * (int)work.units < end; tile++) {
+                    const int first = tile % work.row_blocks * WARPS;
+                    prefetch_factors(p, first, min(first + WARPS, tiles), thread, SHRINKERS * 32);
+                }
+                wait_for_predecessors();
+                constexpr int unroll = producer_registers<TOKENS, GROUPS> < 100 ? 1 : 2;
+                float4* const sums = (float4*)(shared + (empty + STAGES * 8 - base));
+                make_u<SHRINKERS, SHRINK_BLOCKS, unroll, SHRINK_BARRIER>(p, sums, worker, lane);
+                return;
+            }
+        }
         // One thread, and values the compiler can see to be uniform: copies take their operands from uniform registers.
         if (warp == WARPS && elect()) {
             const uint64_t policy = evict_first_policy();
@@ -160,24 +198,44 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                     if (++row_block == work.row_blocks) row_block = 0, token0 += TOKENS;
                 }
             };
-            // The weights of the first stages are on their way before the kernel that makes x has ended.
-            const int early = min(STAGES, end - begin), unit0 = unit, row_block0 = row_block, token00 = token0;
-            for (int s = 0; s < early; s++) load_weights(s), advance();
-            await_x(p);
-            confirm_x(p);
-            unit = unit0, row_block = row_block0, token0 = token00;
-            for (int s = 0; s < early; s++) load_x(s), advance();
             int stage = 0, phase = 0;
-            for (int at = begin + early; at < end; at++) {
-                barrier_wait(empty + stage * 8, phase);
-                load_weights(stage);
-                load_x(stage);
-                advance();
+            auto next_stage = [&]() {
                 if (++stage == STAGES) stage = 0, phase ^= 1;
+            };
+            bool awaited = TOKENS == 256 || !p.lora.a;  // u is there
+            // After the last unit here of a tile that begins here: the columns of u that LoRA multiplies.
+            auto load_u = [&]() {
+                for_lora_steps<WARPS>(p, row_block, [&](int s, int r) {
+                    barrier_wait(empty + stage * 8, phase ^ 1);
+                    if (!awaited) await_u(p), awaited = true;
+                    barrier_expect(full + stage * 8, X_BYTES);
+                    tensor_load(x_base + stage * UNIT * X_BYTES, u_map, p.lora.column[s] + r, token0, full + stage * 8);
+                    next_stage();
+                });
+            };
+            // The weights of the first stages are on their way before the kernel that makes x has ended.
+            const int early = min(min(STAGES, end - begin), (int)work.units - unit);
+            const int unit0 = unit;
+            for (int s = 0; s < early; s++, unit++) load_weights(s);
+            wait_for_predecessors();
+            unit = unit0;
+            bool begins = unit == 0;
+            for (int at = begin; at < end; at++) {
+                if (at >= begin + early) {
+                    barrier_wait(empty + stage * 8, phase ^ 1);
+                    load_weights(stage);
+                }
+                load_x(stage);
+                next_stage();
+                const bool ends = unit + 1 == work.units;
+                if (begins && (ends || at + 1 == end)) load_u();
+                begins |= ends;
+                advance();
             }
+            if (!awaited) await_u(p);  // every block must have seen it before the counters are cleared
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 240 : GROUPS == 3 ? 160 : 112));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(product_registers<TOKENS, GROUPS>));
         float c[TOKENS / 8][4];
         uint32_t a[2][4][4];
         int stage = 0, phase = 0, at = begin;
@@ -220,14 +278,41 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
 #pragma unroll
                 for (int i = 0; i < 4; i++) asm volatile("" : "+f"(c[b][i])::"memory");
 
-            wait_for_predecessors();  // from here on: u, the workspace, y
+            wait_for_predecessors();  // from here on: b, the workspace, y
+            const int row_block = tile % work.row_blocks, row_tile = row_block * WARPS + warp;
+            const Epilogue e(p, min(row_tile, tiles - 1), lane);
+#pragma unroll
+            for (int b = 0; b < TOKENS / 8; b++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) c[b][i] *= e.scale;
+            // Who begins a tile adds LoRA to its part: u has most time to come until the end of that part.
+            if (begins)
+                for_lora_steps<WARPS>(p, row_block, [&](int s, int r) {
+                    const Factor factor(p, s, min(row_tile, tiles - 1));
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        a[0][j][0] = a[0][j][1] = a[0][j][2] = a[0][j][3] = 0;
+                        if (e.segment == s && r + j * 16 < factor.rank) factor.load(a[0][j], r + j * 16, lane);
+                    }
+                    barrier_wait(full + stage * 8, phase);
+                    const uint64_t u = x_descriptor(x_base + stage * UNIT * X_BYTES);
+                    wgmma_fence();
+#pragma unroll
+                    for (int j = 0; j < 4; j++)
+                        if (r + j * 16 < p.lora.rank[s]) wgmma<TOKENS>(c, a[0][j], u + j * 2);
+                    wgmma_commit();
+                    wgmma_wait<0>();
+#pragma unroll
+                    for (int b = 0; b < TOKENS / 8; b++)
+#pragma unroll
+                        for (int i = 0; i < 4; i++) asm volatile("" : "+f"(c[b][i])::"memory");
+                    if ((threadIdx.x & 127) == 0) barrier_arrive(empty + stage * 8);
+                    if (++stage == STAGES) stage = 0, phase ^= 1;
+                });
             bool finished = true;
             if (work.contributors(tile) > 1) finished = sum_parts<TOKENS, WARPS>(p, work, tile, begins, warp, lane, c);
-            const int row_tile = tile % work.row_blocks * WARPS + warp;
             if (finished && row_tile < tiles) {
-                const Epilogue e(p, row_tile, lane);
                 const int token0 = tile / work.row_blocks * TOKENS;
-                scale_and_add_lora<TOKENS / 8>(p, e, row_tile, token0, lane, c);
                 if constexpr (WIDE) {
                     store_wide<TOKENS / 8>(p, e, row_tile, token0, lane, c);
                 } else {

@@ -17,14 +17,17 @@ constexpr int UNIT_BYTES = UNIT_WINDOWS * WINDOW_BYTES;
 constexpr int MAX_SEGMENTS = 4;
 
 struct Lora {           // y[:, segment s] += u[:, column[s] : column[s] + rank[s]] b_s^T
-    const uint16_t* u;  // bf16 [M, width], or null
+    uint16_t* u;        // bf16 [M, width], or null
     const uint16_t* b;  // bf16, segment s is [rows, rank[s]] at b + offset[s]
     int width;
     int column[MAX_SEGMENTS];
     int rank[MAX_SEGMENTS];  // multiples of 8, 0: no adapter
     int offset[MAX_SEGMENTS];
-    // u comes from the kernel before, which announces here that x is there; null where u and x are awaited together.
-    int* announced;
+    // Where the product makes u = x A^T on its way (shrink.cuh); a is null where u comes from an earlier kernel.
+    const uint16_t* a;  // bf16 [width, K]
+    float* partial;     // workspace for sums of slices of k
+    int* counters;      // zero between launches: rank tiles of u done, blocks that have seen it, slices of each tile
+    int slices;
 };
 
 struct Params {
@@ -117,27 +120,6 @@ __device__ __forceinline__ void launch_dependents() {
 }
 __device__ __forceinline__ void wait_for_predecessors() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-// A kernel between the producer of x and this one makes u. Waiting for it before reading x would put the two in a row;
-// so it announces, as soon as its own wait is over, that x is complete. announced[0] is the announcement, announced[1]
-// counts the blocks that have seen it: the last one takes it down. Several kernels of a chain may be resident at once,
-// so neighbouring pairs must use different places: this one may start before the product of an earlier pair has ended.
-__device__ __forceinline__ void announce(int* announced) {
-    asm volatile("fence.acq_rel.gpu;\nst.release.gpu.global.s32 [%0], 1;" ::"l"(announced) : "memory");
-}
-__device__ __forceinline__ void await_x(const Params& p) {
-    if (!p.lora.announced) return wait_for_predecessors();
-    int there;
-    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(p.lora.announced) : "memory");
-    while (!there);
-    asm volatile("fence.proxy.async;" ::: "memory");  // x is read by copies next
-}
-// One thread of each block, after the last await_x of the block.
-__device__ __forceinline__ void confirm_x(const Params& p) {
-    if (!p.lora.announced || atomicAdd(p.lora.announced + 1, 1) != (int)gridDim.x - 1) return;
-    p.lora.announced[1] = 0;
-    p.lora.announced[0] = 0;
 }
 
 __device__ __forceinline__ void prefetch(const void* p) {
@@ -238,33 +220,23 @@ struct Epilogue {
     }
 };
 
-// The sums of 16 channels and 8 BLOCKS tokens (mma C fragments), scaled, and LoRA added. Factors of b are read once for
-// all tokens, and all reads of u are in flight together.
-template <int BLOCKS>
-__device__ __forceinline__ void scale_and_add_lora(const Params& p, const Epilogue& e, int tile, int token0, int lane,
-                                                   float (&c)[BLOCKS][4]) {
-#pragma unroll
-    for (int b = 0; b < BLOCKS; b++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) c[b][i] *= e.scale;
-    const int g = lane >> 2, t = lane & 3, s = e.segment, rank = p.lora.rank[s];
-    if (!p.lora.u || !rank) return;
-    const int first = s ? p.segment_end[s - 1] : 0;
-    const uint16_t* factor = p.lora.b + p.lora.offset[s] + ((tile - first) * 16 + g) * rank + 2 * t;
-    const uint16_t* u = p.lora.u + p.lora.column[s] + 2 * t;
-#pragma unroll 2
-    for (int r = 0; r < rank; r += 16) {
-        const bool both = r + 8 < rank;  // ranks come in multiples of 8
-        const uint32_t a[4] = {*(const uint32_t*)(factor + r), *(const uint32_t*)(factor + 8 * rank + r),
-                               both ? *(const uint32_t*)(factor + r + 8) : 0,
-                               both ? *(const uint32_t*)(factor + 8 * rank + r + 8) : 0};
-#pragma unroll
-        for (int b = 0; b < BLOCKS; b++) {
-            const uint16_t* row = u + (long long)min(token0 + b * 8 + g, p.m - 1) * p.lora.width + r;
-            mma(c[b], a, *(const uint32_t*)row, both ? *(const uint32_t*)(row + 8) : 0);
-        }
+// The LoRA factors of a 16-channel tile: where its rows begin, and which columns of u they multiply.
+struct Factor {
+    const uint16_t* rows;  // [16, rank]
+    int column, rank;
+    __device__ __forceinline__ Factor(const Params& p, int segment, int tile) {
+        const int first = segment ? p.segment_end[segment - 1] : 0;
+        column = p.lora.column[segment], rank = p.lora.u ? p.lora.rank[segment] : 0;
+        rows = p.lora.b + p.lora.offset[segment] + (long long)(tile - first) * 16 * rank;
     }
-}
+    // A fragment of columns r .. r + 15; ranks come in multiples of 8.
+    __device__ __forceinline__ void load(uint32_t (&a)[4], int r, int lane) const {
+        const uint16_t* from = rows + (lane >> 2) * rank + r + 2 * (lane & 3);
+        const bool both = r + 8 < rank;
+        a[0] = *(const uint32_t*)from, a[1] = *(const uint32_t*)(from + 8 * rank);
+        a[2] = both ? *(const uint32_t*)(from + 8) : 0, a[3] = both ? *(const uint32_t*)(from + 8 * rank + 8) : 0;
+    }
+};
 
 // Bias, rounding and the store of one 16 channels x 8 tokens block to y.
 __device__ __forceinline__ void store_block(const Params& p, const Epilogue& e, int tile, int token0, int lane,
