@@ -25,7 +25,8 @@ LORA_COUNTERS = 1 << 11
 # many-row ones. Above, u comes from a kernel of its own, whose time is small against the product's.
 LORA_ROWS = 256
 LORA_WARPS_FEW, LORA_WARPS_MANY = 4, 3
-_LORA_BLOCKS_MANY = 4
+# Parts of a sum that one of these warps reads at once.
+_AT_ONCE = 8
 # Of the workspace, for slices of u.
 LORA_BYTES = 4 << 20
 # What a block of the LoRA shrink reads of A and x: less makes more slices to add up.
@@ -60,7 +61,7 @@ def _ceil(a: int, b: int) -> int:
 
 def _lora_sums(warps: int, blocks: int) -> int:
     """Shared memory in which warps that make u add up (``shrink_bytes`` in ``shrink.cuh``)."""
-    return warps * blocks * 512 + 16
+    return warps * blocks * 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,8 @@ class ManyRowsPlan:
     def shared_bytes(self) -> int:
         """Dynamic shared memory: the ring and its barriers, and what making u takes."""
         window = self.tokens * 128 + 4 * self.groups * WINDOW_BYTES
-        lora = _lora_sums(LORA_WARPS_MANY, _LORA_BLOCKS_MANY) if self.makes_u else 0
+        blocks = 8 if self.tokens >= 64 and self.groups == 2 else 4  # of eight rows at once (``shrink_blocks``)
+        lora = _lora_sums(LORA_WARPS_MANY, blocks) if self.makes_u else 0
         return 1024 + self.stages * (self.unit * window + 16) + lora
 
     @property
@@ -221,15 +223,19 @@ def many_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> ManyRowsPlan
 def lora_slices(m: int, ranks: int, k: int, blocks: int) -> int | None:
     """Slices of k in which `blocks` blocks make u [m, ranks] inside a product; None: u needs a kernel of its own.
 
-    Both halves of the work are chains of reads: a block's own slice, and the sum of all slices by the last one. Their
-    sum is least where slices are about as many as the square root of the steps of k, more where few rows are summed.
+    Both halves of the work are chains of reads: the slices, and their sums, which few rows make in every block, many
+    rows once. The number of slices is where the two are about as long.
     """
-    tiles, places, steps = _ceil(ranks, 16), _ceil(ranks, 16) * _ceil(m, 8), k // 32
+    tiles, steps = _ceil(ranks, 16), k // 32
+    places = tiles * _ceil(m, 8)
     fitting = LORA_BYTES // (places * 512)
     if m > LORA_ROWS or fitting == 0 or tiles + 2 > LORA_COUNTERS:
         return None
-    best = round((2 * steps if m <= 32 else steps) ** 0.5)
-    return max(1, min(best, blocks // tiles, fitting, steps))
+    if m <= FEW_ROWS:
+        best = (steps * _AT_ONCE / (16 * _ceil(tiles, LORA_WARPS_FEW))) ** 0.5
+    else:
+        best = (_AT_ONCE * _ceil(m, 32) * steps / (2 * _ceil(places, blocks))) ** 0.5
+    return max(1, min(round(best), blocks // tiles, fitting, steps))
 
 
 def shrink_plan(m: int, r: int, k: int, multiprocessors: int) -> tuple[int, int]:

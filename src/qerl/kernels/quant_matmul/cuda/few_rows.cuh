@@ -49,23 +49,26 @@ __device__ __forceinline__ void add_lora(const Params& p, const Factor& factor, 
     }
 }
 
-// What the warps beside the product do: u is computed, and copied to `u` (rows `pitch` apart) once all of it is there.
+// What the warps beside the product do: their part of the slices of u; then each block sums all of u for itself, in
+// shared memory (rows `pitch` apart), which takes less time than passing sums around.
 __device__ __forceinline__ void serve_lora(const Params& p, uint16_t* u, int pitch, float4* sums, uint32_t u_full,
                                            int tile_begin, int tile_end) {
-    const int worker = uniform_warp() - blockDim.x / 32 + SHRINKERS, lane = threadIdx.x & 31;
-    const int thread = worker * 32 + lane, threads = SHRINKERS * 32;
-    prefetch_factors(p, tile_begin, tile_end, thread, threads);
+    const int worker = uniform_warp() - blockDim.x / 32 + SHRINKERS, lane = threadIdx.x & 31, tiles = rank_tiles(p);
+    prefetch_factors(p, tile_begin, tile_end, worker * 32 + lane, SHRINKERS * 32);
     wait_for_predecessors();
-    make_u<SHRINKERS, 1, 2, SHRINK_BARRIER>(p, sums, worker, lane);
-    if (thread == 0) await_u(p);
-    sync_warps<SHRINK_BARRIER, SHRINKERS * 32>();
+    make_slices<SHRINKERS, 1, 4, SHRINK_BARRIER>(p, sums, worker, lane);
 #pragma unroll 1
-    for (int i = thread; i < p.m * p.lora.width / 8; i += threads) {
-        const int row = i / (p.lora.width / 8), column = i % (p.lora.width / 8) * 8;
-        *(uint4*)(u + row * pitch + column) = __ldcg((const uint4*)(p.lora.u + row * p.lora.width + column));
+    for (int tile = worker; tile < tiles; tile += SHRINKERS) {
+        if (lane == 0) poll(p.lora.counters + 2 + tile, p.lora.slices);
+        __syncwarp();
+        const float4 v = sum_slices_of_u(p.lora, tile, tiles, 0, p.lora.slices, lane);
+        store_u(p, u, pitch, tile, 0, lane, v);
+        if (tile % gridDim.x == blockIdx.x) store_u(p, p.lora.u, p.lora.width, tile, 0, lane, v);
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(u_full);
+    sync_warps<SHRINK_BARRIER, SHRINKERS * 32>();
+    if (worker == 0 && lane == 0) leave_counters(p);
 }
 
 // PAIR: clusters of two blocks share x. WIDE: y is fp32.

@@ -109,7 +109,12 @@ constexpr int product_registers = TOKENS == 256  ? 240
                                   : GROUPS == 2  ? 200
                                   : TOKENS >= 64 ? 144
                                                  : 136;
-constexpr int SHRINKERS = 3, SHRINK_BLOCKS = 4, SHRINK_BARRIER = 2;
+constexpr int SHRINKERS = 3, SHRINK_BARRIER = 2;
+// Blocks of eight tokens that are multiplied by a fragment of A at once, and steps of k that are loaded together.
+template <int TOKENS, int GROUPS>
+constexpr int shrink_blocks = TOKENS >= 64 && GROUPS == 2 ? 8 : 4;
+template <int TOKENS, int GROUPS>
+constexpr int shrink_unroll = TOKENS >= 64 ? 1 : 2;
 
 // The segments of a tile of WARPS row tiles, each in steps of 64 ranks: what LoRA multiplies, in the order of the ring.
 template <int WARPS, typename Step>
@@ -160,9 +165,10 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                     prefetch_factors(p, first, min(first + WARPS, tiles), thread, SHRINKERS * 32);
                 }
                 wait_for_predecessors();
-                constexpr int unroll = producer_registers<TOKENS, GROUPS> < 100 ? 1 : 2;
                 float4* const sums = (float4*)(shared + (empty + STAGES * 8 - base));
-                make_u<SHRINKERS, SHRINK_BLOCKS, unroll, SHRINK_BARRIER>(p, sums, worker, lane);
+                make_slices<SHRINKERS, shrink_blocks<TOKENS, GROUPS>, shrink_unroll<TOKENS, GROUPS>, SHRINK_BARRIER>(
+                    p, sums, worker, lane);
+                sum_u<SHRINKERS, SHRINK_BARRIER>(p, sums, worker, lane);
                 return;
             }
         }

@@ -31,16 +31,15 @@ __device__ __forceinline__ int rank_tiles(const Params& p) {
 }
 
 template <int WORKERS, int BLOCKS>
-constexpr int shrink_bytes = WORKERS * BLOCKS * 512 + 16;
+constexpr int shrink_bytes = WORKERS * BLOCKS * 512;
 
-// The part of u that falls to this block, by WORKERS warps, BLOCKS times eight tokens and UNROLL steps at a time.
-// sums: float4 [WORKERS][BLOCKS][32] and an int, in shared memory (shrink_bytes).
+// The slices of u that fall to this block, by WORKERS warps, BLOCKS times eight tokens and UNROLL steps at a time.
+// sums: float4 [WORKERS][BLOCKS][32] in shared memory.
 template <int WORKERS, int BLOCKS, int UNROLL, int BARRIER>
-__device__ __forceinline__ void make_u(const Params& p, float4* sums, int worker, int lane) {
+__device__ __forceinline__ void make_slices(const Params& p, float4* sums, int worker, int lane) {
     const Lora& l = p.lora;
     const int g = lane >> 2, t = lane & 3, tiles = rank_tiles(p), chunks = p.k / 32;
     const int token_blocks = (p.m + 7) / 8, places = tiles * token_blocks;
-    int& arrived = *(int*)(sums + WORKERS * BLOCKS * 32);
     for (int item = blockIdx.x; item < tiles * l.slices; item += gridDim.x) {
         const int tile = item % tiles, slice = item / tiles;
         const int begin = chunks * slice / l.slices, end = chunks * (slice + 1) / l.slices;
@@ -84,38 +83,79 @@ __device__ __forceinline__ void make_u(const Params& p, float4* sums, int worker
         }
         __threadfence();
         sync_warps<BARRIER, WORKERS * 32>();
-        if (worker == 0 && lane == 0) arrived = atomicAdd(l.counters + 2 + tile, 1);
-        sync_warps<BARRIER, WORKERS * 32>();
-        if (arrived != l.slices - 1) continue;
-        __threadfence();
-        if (worker == 0 && lane == 0) l.counters[2 + tile] = 0;
-#pragma unroll 1
-        for (int b = worker; b < token_blocks; b += WORKERS) {
-            float v[4] = {};
-#pragma unroll 8
-            for (int s = 0; s < l.slices; s++) {
-                const float4 f = __ldcg(partial + ((long long)s * places + b) * 32);
-                v[0] += f.x, v[1] += f.y, v[2] += f.z, v[3] += f.w;
-            }
-#pragma unroll
-            for (int i = 0; i < 4; i++) {  // rows of the product are ranks, columns are tokens
-                const int rank = tile * 16 + g + (i >> 1) * 8, token = b * 8 + 2 * t + (i & 1);
-                if (rank < l.width && token < p.m)
-                    l.u[(long long)token * l.width + rank] = (uint16_t)pack_bf16(v[i], 0.0f);
-            }
-        }
-        asm volatile("fence.proxy.async;" ::: "memory");  // u may be read by tensor copies
-        __threadfence();
-        sync_warps<BARRIER, WORKERS * 32>();
-        if (worker == 0 && lane == 0) atomicAdd(l.counters, 1);
+        if (worker == 0 && lane == 0) atomicAdd(l.counters + 2 + tile, 1);
     }
 }
 
-// One thread of each block: returns when all of u is there. The last block to see it clears the counters.
+__device__ __forceinline__ void poll(const int* counter, int wanted) {
+    int found;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(counter) : "memory");
+    while (found != wanted);
+}
+
+// Slices first .. last - 1 of a rank tile and eight tokens, summed in their order: rows are ranks, columns are tokens.
+__device__ __forceinline__ float4 sum_slices_of_u(const Lora& l, int place, int places, int first, int last, int lane) {
+    const float4* from = (const float4*)l.partial + ((long long)first * places + place) * 32 + lane;
+    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 8
+    for (int s = first; s < last; s++, from += (long long)places * 32) {
+        const float4 f = __ldcg(from);
+        v.x += f.x, v.y += f.y, v.z += f.z, v.w += f.w;
+    }
+    return v;
+}
+
+// One such sum, rounded, to rows of u `pitch` apart.
+__device__ __forceinline__ void store_u(const Params& p, uint16_t* u, int pitch, int tile, int token0, int lane,
+                                        const float4& v) {
+    const float values[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int rank = tile * 16 + (lane >> 2) + (i >> 1) * 8, token = token0 + 2 * (lane & 3) + (i & 1);
+        if (rank < p.lora.width && token < p.m) u[token * pitch + rank] = (uint16_t)pack_bf16(values[i], 0.0f);
+    }
+}
+
+// One thread of each block, when it needs no counter any more: the last one clears them all.
+__device__ __forceinline__ void leave_counters(const Params& p) {
+    if (atomicAdd(p.lora.counters + 1, 1) != (int)gridDim.x - 1) return;
+    for (int i = 0; i < 2 + rank_tiles(p); i++) p.lora.counters[i] = 0;
+}
+
+// Many rows: every block sums its share of u.
+template <int WORKERS, int BARRIER>
+__device__ __forceinline__ void sum_u(const Params& p, float4* sums, int worker, int lane) {
+    const int tiles = rank_tiles(p), places = tiles * ((p.m + 7) / 8), slices = p.lora.slices;
+    int done = 0;
+#pragma unroll 1
+    for (int item = blockIdx.x; item < places; item += gridDim.x, done++) {
+        const int tile = item % tiles, b = item / tiles;
+        if (lane == 0) poll(p.lora.counters + 2 + tile, slices);
+        __syncwarp();
+        sums[worker * 32 + lane] = sum_slices_of_u(p.lora, tile * (places / tiles) + b, places,
+                                                   slices * worker / WORKERS, slices * (worker + 1) / WORKERS, lane);
+        sync_warps<BARRIER, WORKERS * 32>();
+        if (worker == 0) {
+            float4 v = sums[lane];
+#pragma unroll
+            for (int w = 1; w < WORKERS; w++) {
+                const float4 f = sums[w * 32 + lane];
+                v.x += f.x, v.y += f.y, v.z += f.z, v.w += f.w;
+            }
+            store_u(p, p.lora.u, p.lora.width, tile, b * 8, lane, v);
+        }
+        sync_warps<BARRIER, WORKERS * 32>();
+    }
+    if (worker || !done) return;
+    asm volatile("fence.proxy.async;" ::: "memory");  // u is read by tensor copies
+    __threadfence();
+    __syncwarp();
+    if (lane == 0) atomicAdd(p.lora.counters, done);
+}
+
+// One thread of each block: returns when all of u is there.
 __device__ __forceinline__ void await_u(const Params& p) {
-    int done;
-    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(p.lora.counters) : "memory");
-    while (done != rank_tiles(p));
+    poll(p.lora.counters, rank_tiles(p) * ((p.m + 7) / 8));
     asm volatile("fence.proxy.async;" ::: "memory");
-    if (atomicAdd(p.lora.counters + 1, 1) == (int)gridDim.x - 1) p.lora.counters[0] = p.lora.counters[1] = 0;
+    leave_counters(p);
 }
