@@ -120,8 +120,7 @@ def _decode_op(
         return q.new_empty(q.shape)
     if hopper.serves(q, k_cache):
         with launch_on(q.device):
-            cluster = hopper.default_cluster(q, k_cache, block_table)
-            return hopper.decode(q, k_cache, v_cache, block_table, context_lens, scale, cluster)
+            return hopper.decode(q, k_cache, v_cache, block_table, context_lens, scale)
     from qerl.kernels.paged_attention import launch  # Triton comes only with CUDA builds of torch.
 
     longest = block_table.shape[1] * k_cache.shape[1]
