@@ -45,7 +45,7 @@ template <int DIM, bool FP8, int CLUSTER, int WARPS>
 __device__ __forceinline__ void merge_warps_and_blocks(const Params& p, unsigned char* shared, int kv_head, int rank,
                                                        int sequence) {
     using L = Layout<DIM, FP8, CLUSTER, WARPS>;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31;
     float* inbox = (float*)(shared + WARPS * L::RING);                       // [PARTS][PART]
     float2* inbox_limits = (float2*)(inbox + L::PARTS * PART);               // [PARTS][PART / DIM]
     constexpr int ROWS = PART / DIM;
@@ -94,7 +94,7 @@ __device__ __forceinline__ void decode(const Params& p) {
     using L = Layout<DIM, FP8, CLUSTER, WARPS>;
     constexpr int STAGES = L::STAGES, CHUNKS = L::ROW / 16, ROWS_AT_ONCE = 32 / CHUNKS, BYTES = FP8 ? 1 : 2;
     unsigned char* const shared = dynamic_shared();
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, t = lane & 3;
+    const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31, t = lane & 3;
     const int kv_head = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER, sequence = blockIdx.y;
     const uint32_t ring = smem_address(shared) + warp * L::RING;
     const unsigned char *k = (const unsigned char*)p.k, *v = (const unsigned char*)p.v;
@@ -118,7 +118,7 @@ __device__ __forceinline__ void decode(const Params& p) {
     if (p.hints) {
         // Table and length may still be written by a kernel before this one, so what is read here decides nothing but
         // which blocks of the cache (that exist) are asked into L2, where any later write is seen.
-        const int id = block_of(lane), length = __shfl_sync(~0u, load_l2(p.lens + sequence), 0), row = lane % TOKENS;
+        const int id = block_of(lane), length = uniform(load_l2(p.lens + sequence)), row = lane % TOKENS;
         for (int i = 0; i < min(STAGES - 1, steps_of_warp(length)); i++) {
             const int from = __shfl_sync(~0u, id, i);
             if ((unsigned)from >= p.blocks || step_of(i) * TOKENS + row >= length) continue;
@@ -128,12 +128,12 @@ __device__ __forceinline__ void decode(const Params& p) {
         }
     }
     wait_for_predecessors();
-    int ids = block_of(lane), later_ids = block_of(32 + lane);   // of the next 64 steps, two a lane
-    const int length = load_l2(p.lens + sequence), mine = steps_of_warp(length);
+    int ids = block_of(lane);   // of the next 32 steps, one a lane
+    const int length = uniform(load_l2(p.lens + sequence)), mine = steps_of_warp(length);
 
     auto issue = [&](int i) {
         if (i < mine) {
-            if (i && (i & 31) == 0) ids = later_ids, later_ids = block_of(i + 32 + lane);
+            if (i && (i & 31) == 0) ids = block_of(i + lane);
             const int row = lane / CHUNKS, chunk = lane % CHUNKS;
             const long long place = place_of(i, __shfl_sync(~0u, ids, i & 31), row) + chunk * 16;
             const uint32_t to = ring + i % STAGES * L::STAGE + row * L::PITCH + chunk * 16;

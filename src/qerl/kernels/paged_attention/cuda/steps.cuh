@@ -8,6 +8,9 @@
 
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
+// A value that all lanes have, as one the compiler knows to be the same in all lanes.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
 // bf16 to fp16, whose range is short: rows are scaled by a power of two that brings their largest element to [1, 2),
 // which `factor` undoes. What is 2^25 times smaller than that element is lost.
 template <int DIM>
@@ -19,7 +22,8 @@ __device__ __forceinline__ void scale_query(uint32_t (&query)[DIM / 16][4], floa
         for (int kk = 0; kk < DIM / 16; kk++)
 #pragma unroll
             for (int i = r; i < 4; i += 2)
-                most = max(most, max(query[kk][i] & 0x7fff, query[kk][i] >> 16 & 0x7fff));
+                most = __vmaxu2(most, query[kk][i] & 0x7fff7fff);
+        most = max(most & 0xffff, most >> 16);
         most = max(most, __shfl_xor_sync(~0u, most, 1));
         most = max(most, __shfl_xor_sync(~0u, most, 2));
         const uint32_t exponent = min(max(most >> 7, 1u), 253u);
