@@ -22,7 +22,7 @@ static bool run_cluster(int cluster, int warps, int shared_bytes, bool reverse) 
     machine.cluster = Barrier{count};
     machine.blocks.assign(cluster, Block{});
     for (Block& block : machine.blocks) {
-        block.shared.assign(shared_bytes, 0xff);   // NaN
+        block.shared.assign(shared_bytes, 0xff);  // NaN
         block.warps.assign(warps, Warp{Barrier{32}});
         block.barrier.expected = warps * 32;
     }
@@ -59,8 +59,7 @@ extern "C" int emulate(int dim, int fp8, int cluster, int warps, const Params* p
 #define KERNEL(PREFIX, FP8, D, C, W) \
     if (dim == D && fp8 == FP8 && cluster == C && warps == W) body = [&p] { decode<D, FP8, C, W>(p); };
     body = nullptr;
-    KERNELS(, 0, 64) KERNELS(, 0, 128) KERNELS(, 1, 64) KERNELS(, 1, 128)
-    if (!body) return 2;
+    KERNELS(, 0, 64) KERNELS(, 0, 128) KERNELS(, 1, 64) KERNELS(, 1, 128) if (!body) return 2;
     for (machine.row = 0; machine.row < sequences; machine.row++)
         for (int head = 0; head < p.kv_heads; head++) {
             machine.first_block = head * cluster;

@@ -1,8 +1,8 @@
 // Stands in for the ptx.cuh of the kernels, so that a C++ compiler can build them for a CPU.
 //
-// Every thread of a cluster is a fiber. What a warp does together (shuffles, ldmatrix, mma.sync) and the barriers switch
-// fibers until all have come. Asynchronous copies happen as late as the kernel's waits allow, or at once (`eager`): a
-// copy not waited for, and one into a place still in use, are both seen.
+// Every thread of a cluster is a fiber. What a warp does together (shuffles, ldmatrix, mma.sync) and the barriers
+// switch fibers until all have come. Asynchronous copies happen as late as the kernel's waits allow, or at once
+// (`eager`): a copy not waited for, and one into a place still in use, are both seen.
 #pragma once
 #include <ucontext.h>
 
@@ -24,12 +24,24 @@
 using std::max;
 using std::min;
 
-struct float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
-struct uint2 { uint32_t x, y; };
-inline float2 make_float2(float x, float y) { return {x, y}; }
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+struct float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+struct uint2 {
+    uint32_t x, y;
+};
+inline float2 make_float2(float x, float y) {
+    return {x, y};
+}
+inline float4 make_float4(float x, float y, float z, float w) {
+    return {x, y, z, w};
+}
+inline uint2 make_uint2(uint32_t x, uint32_t y) {
+    return {x, y};
+}
 
 template <class To, class From>
 inline To bits_as(From from) {
@@ -38,8 +50,12 @@ inline To bits_as(From from) {
     std::memcpy(&to, &from, sizeof(to));
     return to;
 }
-inline float __int_as_float(int bits) { return bits_as<float>(bits); }
-inline float __uint_as_float(uint32_t bits) { return bits_as<float>(bits); }
+inline float __int_as_float(int bits) {
+    return bits_as<float>(bits);
+}
+inline float __uint_as_float(uint32_t bits) {
+    return bits_as<float>(bits);
+}
 
 struct Copy {
     unsigned char* to;
@@ -49,7 +65,7 @@ struct Copy {
 struct Barrier {
     int expected = 0, arrived = 0;
     unsigned phase = 0;
-    unsigned arrive() {   // the phase to wait for the end of
+    unsigned arrive() {  // the phase to wait for the end of
         const unsigned mine = phase;
         if (++arrived == expected) arrived = 0, phase++;
         return mine;
@@ -80,21 +96,37 @@ struct Machine {
     ucontext_t scheduler;
     Barrier cluster;
     bool eager;
-    int first_block, row;   // blockIdx of the cluster's first block
+    int first_block, row;  // blockIdx of the cluster's first block
 };
 extern Machine machine;
 
-struct Index { int x, y; };
+struct Index {
+    int x, y;
+};
 #define threadIdx (Index{machine.current->thread, 0})
 #define blockIdx (Index{machine.first_block + machine.current->rank, machine.row})
 
-inline void switch_fiber() { swapcontext(&machine.current->context, &machine.scheduler); }
-inline void wait_for(Barrier& barrier, unsigned phase) { while (barrier.phase == phase) switch_fiber(); }
-inline Block& this_block() { return machine.blocks[machine.current->rank]; }
-inline Warp& this_warp() { return this_block().warps[machine.current->thread / 32]; }
-inline int this_lane() { return machine.current->thread % 32; }
-inline void __syncwarp() { wait_for(this_warp().barrier, this_warp().barrier.arrive()); }
-inline void __syncthreads() { wait_for(this_block().barrier, this_block().barrier.arrive()); }
+inline void switch_fiber() {
+    swapcontext(&machine.current->context, &machine.scheduler);
+}
+inline void wait_for(Barrier& barrier, unsigned phase) {
+    while (barrier.phase == phase) switch_fiber();
+}
+inline Block& this_block() {
+    return machine.blocks[machine.current->rank];
+}
+inline Warp& this_warp() {
+    return this_block().warps[machine.current->thread / 32];
+}
+inline int this_lane() {
+    return machine.current->thread % 32;
+}
+inline void __syncwarp() {
+    wait_for(this_warp().barrier, this_warp().barrier.arrive());
+}
+inline void __syncthreads() {
+    wait_for(this_block().barrier, this_block().barrier.arrive());
+}
 
 template <class T>
 inline T __shfl_sync(unsigned, T value, int lane) {
@@ -106,18 +138,26 @@ inline T __shfl_sync(unsigned, T value, int lane) {
     return found;
 }
 template <class T>
-inline T __shfl_xor_sync(unsigned mask, T value, int flip) { return __shfl_sync(mask, value, this_lane() ^ flip); }
+inline T __shfl_xor_sync(unsigned mask, T value, int flip) {
+    return __shfl_sync(mask, value, this_lane() ^ flip);
+}
 inline uint32_t __byte_perm(uint32_t lower, uint32_t upper, uint32_t selector) {
     const uint64_t bytes = (uint64_t)upper << 32 | lower;
     uint32_t result = 0;
     for (int i = 0; i < 4; i++) result |= (uint32_t)(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return result;
 }
-inline uint32_t __vmaxu2(uint32_t a, uint32_t b) { return max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff); }
+inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
+    return max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff);
+}
 
 // An address in shared memory: the block's rank + 1 in the top byte.
-inline unsigned char* dynamic_shared() { return this_block().shared.data(); }
-inline uint32_t address_in(uint32_t address, int rank) { return (address & 0xffffff) | (uint32_t)(rank + 1) << 24; }
+inline unsigned char* dynamic_shared() {
+    return this_block().shared.data();
+}
+inline uint32_t address_in(uint32_t address, int rank) {
+    return (address & 0xffffff) | (uint32_t)(rank + 1) << 24;
+}
 inline uint32_t smem_address(const void* p) {
     return address_in((uint32_t)((const unsigned char*)p - dynamic_shared()), machine.current->rank);
 }
@@ -128,7 +168,9 @@ inline unsigned char* place_of_address(uint32_t address, int size) {
     return block.shared.data() + offset;
 }
 template <class T>
-inline void store_in(uint32_t address, T value) { std::memcpy(place_of_address(address, sizeof(T)), &value, sizeof(T)); }
+inline void store_in(uint32_t address, T value) {
+    std::memcpy(place_of_address(address, sizeof(T)), &value, sizeof(T));
+}
 
 inline void perform(const Copy& copy) {
     if (copy.present) std::memcpy(copy.to, copy.from, 16);
@@ -152,10 +194,12 @@ inline void copies_wait() {
         groups.erase(groups.begin());
     }
 }
-inline void hint_l2(const void* from) {   // reads it, for a sanitizer or a fault to tell of a wrong address
+inline void hint_l2(const void* from) {  // reads it, for a sanitizer or a fault to tell of a wrong address
     (void)*(const volatile unsigned char*)from;
 }
-inline int load_l2(const int* from) { return *from; }
+inline int load_l2(const int* from) {
+    return *from;
+}
 
 inline void load_matrices_as(uint32_t (&f)[4], uint32_t address, bool transposed) {
     Warp& warp = this_warp();
@@ -172,11 +216,17 @@ inline void load_matrices_as(uint32_t (&f)[4], uint32_t address, bool transposed
     }
     __syncwarp();
 }
-inline void load_matrices(uint32_t (&f)[4], uint32_t address) { load_matrices_as(f, address, false); }
-inline void load_transposed(uint32_t (&f)[4], uint32_t address) { load_matrices_as(f, address, true); }
+inline void load_matrices(uint32_t (&f)[4], uint32_t address) {
+    load_matrices_as(f, address, false);
+}
+inline void load_transposed(uint32_t (&f)[4], uint32_t address) {
+    load_matrices_as(f, address, true);
+}
 
 template <bool HALF>
-inline float widened(uint16_t bits) { return HALF ? (float)bits_as<_Float16>(bits) : bits_as<float>((uint32_t)bits << 16); }
+inline float widened(uint16_t bits) {
+    return HALF ? (float)bits_as<_Float16>(bits) : bits_as<float>((uint32_t)bits << 16);
+}
 template <bool HALF>
 inline uint32_t narrowed(float value) {
     if (HALF) return bits_as<uint16_t>((_Float16)value);
@@ -185,7 +235,9 @@ inline uint32_t narrowed(float value) {
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 template <bool HALF>
-inline uint32_t pack(float lower, float upper) { return narrowed<HALF>(upper) << 16 | narrowed<HALF>(lower); }
+inline uint32_t pack(float lower, float upper) {
+    return narrowed<HALF>(upper) << 16 | narrowed<HALF>(lower);
+}
 
 template <bool HALF>
 inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -212,10 +264,18 @@ inline void widen(uint32_t bytes, uint32_t& lower, uint32_t& upper) {
     lower = half_of_e4m3(bytes & 0xff) | half_of_e4m3(bytes >> 8 & 0xff) << 16;
     upper = half_of_e4m3(bytes >> 16 & 0xff) | half_of_e4m3(bytes >> 24) << 16;
 }
-inline float exp2_fast(float x) { return std::exp2(x); }
+inline float exp2_fast(float x) {
+    return std::exp2(x);
+}
 
 inline void launch_dependents() {}
 inline void wait_for_predecessors() {}
-inline void cluster_arrive() { machine.current->cluster_phase = machine.cluster.arrive(); }
-inline void cluster_announce() { cluster_arrive(); }
-inline void cluster_wait() { wait_for(machine.cluster, machine.current->cluster_phase); }
+inline void cluster_arrive() {
+    machine.current->cluster_phase = machine.cluster.arrive();
+}
+inline void cluster_announce() {
+    cluster_arrive();
+}
+inline void cluster_wait() {
+    wait_for(machine.cluster, machine.current->cluster_phase);
+}

@@ -21,8 +21,9 @@ CLUSTERS = (1, 2, 4, 8)
 # (blocks of a cluster, warps of a block) that are compiled.
 SHAPES = ((1, 4), (2, 4), (4, 4), (8, 4), (8, 8))
 _TOKENS = 16
-# Stages of a warp's ring by bytes of a token's keys: as many bytes on their way for every head size and dtype.
-_STAGES = {256: 3, 128: 5, 64: 8}
+# Stages of a warp's ring by bytes of a token's keys: two blocks of four warps share a multiprocessor, three where rows
+# are short and a block is a cluster of its own.
+_STAGES = {256: 3, 128: 4, 64: 6}
 # Blocks that share a multiprocessor, and tokens below which a block's part of a context is not cut.
 _BLOCKS_PER_SM = 2
 _MIN_PART = 64

@@ -9,29 +9,29 @@
 #include "steps.cuh"
 
 struct Params {
-    const uint16_t* q;      // [S, Hq, DIM], rows q_stride apart
-    const void* k;          // [blocks, block_size, Hkv, DIM]
+    const uint16_t* q;  // [S, Hq, DIM], rows q_stride apart
+    const void* k;      // [blocks, block_size, Hkv, DIM]
     const void* v;
-    const int* table;       // [S, width]
-    const int* lens;        // [S]
-    uint16_t* out;          // [S, Hq, DIM] contiguous
+    const int* table;                                                           // [S, width]
+    const int* lens;                                                            // [S]
+    uint16_t* out;                                                              // [S, Hq, DIM] contiguous
     long long q_stride, block_stride, token_stride, head_stride, table_stride;  // in elements
-    float scale;            // times log2(e)
+    float scale;                                                                // times log2(e)
     int block_shift, kv_heads, group, width, blocks;
-    int hints;              // whether the first steps may be asked for before the predecessor has ended
+    int hints;  // whether the first steps may be asked for before the predecessor has ended
 };
 
-constexpr int TOKENS = 16;          // of a step
-constexpr int PART = 128;           // sums that a warp sends to one block at once
+constexpr int TOKENS = 16;  // of a step
+constexpr int PART = 128;   // sums that a warp sends to one block at once
 
 // Shapes of shared memory: a ring a warp, whose place its sums take afterwards, and what other blocks send.
 template <int DIM, bool FP8, int CLUSTER, int WARPS>
 struct Layout {
-    static constexpr int ROW = DIM * (FP8 ? 1 : 2);             // bytes of keys or values of a token
-    static constexpr int STAGES = ROW == 256 ? 3 : ROW == 128 ? 5 : 8;
-    static constexpr int PITCH = ROW + 16;                      // ldmatrix without bank conflicts
+    static constexpr int ROW = DIM * (FP8 ? 1 : 2);  // bytes of keys or values of a token
+    static constexpr int STAGES = ROW == 256 ? 3 : ROW == 128 ? 4 : 6;
+    static constexpr int PITCH = ROW + 16;  // ldmatrix without bank conflicts
     static constexpr int TILE = TOKENS * PITCH, STAGE = 2 * TILE, RING = STAGES * STAGE;
-    static constexpr int SUM_PITCH = DIM + (FP8 ? 16 : 8);      // floats; stores without bank conflicts
+    static constexpr int SUM_PITCH = DIM + (FP8 ? 16 : 8);  // floats; stores without bank conflicts
     // Parts of 16 rows. As many are sent to a block: its share of them, from every block.
     static constexpr int PARTS = 16 * DIM / PART;
     static_assert(PARTS % CLUSTER == 0, "blocks finish equally many parts");
@@ -46,12 +46,12 @@ __device__ __forceinline__ void merge_warps_and_blocks(const Params& p, unsigned
                                                        int sequence) {
     using L = Layout<DIM, FP8, CLUSTER, WARPS>;
     const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31;
-    float* inbox = (float*)(shared + WARPS * L::RING);                       // [PARTS][PART]
-    float2* inbox_limits = (float2*)(inbox + L::PARTS * PART);               // [PARTS][PART / DIM]
+    float* inbox = (float*)(shared + WARPS * L::RING);          // [PARTS][PART]
+    float2* inbox_limits = (float2*)(inbox + L::PARTS * PART);  // [PARTS][PART / DIM]
     constexpr int ROWS = PART / DIM;
     const int columns = p.group * DIM, parts = (columns + PART - 1) / PART, column = lane * 4;
     uint16_t* out = p.out + ((long long)sequence * p.kv_heads + kv_head) * columns + column;
-    if (CLUSTER > 1) cluster_wait();   // all blocks run
+    if (CLUSTER > 1) cluster_wait();  // all blocks run
     for (int c = warp; c < parts; c += WARPS) {
         const int row = c * ROWS + column / DIM;
         float4 part[WARPS];
@@ -74,7 +74,7 @@ __device__ __forceinline__ void merge_warps_and_blocks(const Params& p, unsigned
     }
     if (CLUSTER == 1) return;
     cluster_arrive();
-    cluster_wait();   // everything sent has arrived; nothing is sent to or read from another block any more
+    cluster_wait();  // everything sent has arrived; nothing is sent to or read from another block any more
     for (int c = warp * CLUSTER + rank; c < parts; c += WARPS * CLUSTER) {
         float4 part[CLUSTER];
         float2 limit[CLUSTER], merged;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void decode(const Params& p) {
     const unsigned char *k = (const unsigned char*)p.k, *v = (const unsigned char*)p.v;
 
     launch_dependents();
-    if (CLUSTER > 1) cluster_announce();   // this block runs: others may write to it (see the merge)
+    if (CLUSTER > 1) cluster_announce();  // this block runs: others may write to it (see the merge)
     // Which steps a warp does depends on no length, so that table and length are fetched together.
     const int* table = p.table + sequence * p.table_stride;
     auto step_of = [&](int i) { return (i * WARPS + warp) * CLUSTER + rank; };
@@ -111,7 +111,7 @@ __device__ __forceinline__ void decode(const Params& p) {
     auto steps_of_warp = [&](int length) {
         return max(0, (length + TOKENS - 1) / TOKENS - step_of(0) + WARPS * CLUSTER - 1) / (WARPS * CLUSTER);
     };
-    auto place_of = [&](int i, int id, int row) {   // bytes from the start of a cache
+    auto place_of = [&](int i, int id, int row) {  // bytes from the start of a cache
         const int token = (step_of(i) * TOKENS & ((1 << p.block_shift) - 1)) + row;
         return (id * p.block_stride + token * p.token_stride + kv_head * p.head_stride) * BYTES;
     };
@@ -128,7 +128,7 @@ __device__ __forceinline__ void decode(const Params& p) {
         }
     }
     wait_for_predecessors();
-    int ids = block_of(lane);   // of the next 32 steps, one a lane
+    int ids = block_of(lane);  // of the next 32 steps, one a lane
     const int length = uniform(load_l2(p.lens + sequence)), mine = steps_of_warp(length);
 
     auto issue = [&](int i) {
@@ -139,7 +139,7 @@ __device__ __forceinline__ void decode(const Params& p) {
             const uint32_t to = ring + i % STAGES * L::STAGE + row * L::PITCH + chunk * 16;
             const int left = length - step_of(i) * TOKENS - row;
 #pragma unroll
-            for (int r = 0; r < TOKENS; r += ROWS_AT_ONCE) {   // of 16 tokens a block has even the absent ones
+            for (int r = 0; r < TOKENS; r += ROWS_AT_ONCE) {  // of 16 tokens a block has even the absent ones
                 const long long from = place + r * p.token_stride * BYTES;
                 copy16(to + r * L::PITCH, k + from, r < left);
                 copy16(to + L::TILE + r * L::PITCH, v + from, r < left);
@@ -167,7 +167,7 @@ __device__ __forceinline__ void decode(const Params& p) {
         multiply_keys<DIM, FP8>(stage + k_row, query, s);
         softmax_step<FP8>(s, step_of(i) * TOKENS + 2 * t, length, factor, maximum, total, correction, weights);
         multiply_values<DIM, FP8>(stage + L::TILE + v_row, weights, correction, o);
-        __syncwarp();   // every lane has read this stage before it is filled again
+        __syncwarp();  // every lane has read this stage before it is filled again
     }
     copies_wait<0>();
     __syncwarp();
@@ -176,10 +176,10 @@ __device__ __forceinline__ void decode(const Params& p) {
     merge_warps_and_blocks<DIM, FP8, CLUSTER, WARPS>(p, shared, kv_head, rank, sequence);
 }
 
-#define KERNEL(PREFIX, FP8, D, C, W)                                                                   \
-    extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(32 * W)                     \
-        PREFIX##_##D##_##C##_##W(const __grid_constant__ Params p) {                                   \
-        decode<D, FP8, C, W>(p);                                                                       \
+#define KERNEL(PREFIX, FP8, D, C, W)                                               \
+    extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(32 * W) \
+        PREFIX##_##D##_##C##_##W(const __grid_constant__ Params p) {               \
+        decode<D, FP8, C, W>(p);                                                   \
     }
 #define KERNELS(PREFIX, FP8, D)  \
     KERNEL(PREFIX, FP8, D, 1, 4) \

@@ -9,14 +9,18 @@ __device__ __forceinline__ unsigned char* dynamic_shared() {
     extern __shared__ __align__(128) unsigned char shared[];
     return shared;
 }
-__device__ __forceinline__ uint32_t smem_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ uint32_t smem_address(const void* p) {
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
 
 // 16 bytes on their way to shared memory; zeros instead where they are not `present`.
 __device__ __forceinline__ void copy16(uint32_t dst, const void* src, bool present) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(present ? 16 : 0)
                  : "memory");
 }
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void copies_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
 template <int PENDING>
 __device__ __forceinline__ void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -35,12 +39,16 @@ __device__ __forceinline__ int load_l2(const int* src) {
 // Four 8x8 matrices of 16-bit units, one row address a lane: lane (g, t) gets units 2t, 2t+1 of row g ...
 __device__ __forceinline__ void load_matrices(uint32_t (&f)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]) : "r"(address) : "memory");
+                 : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3])
+                 : "r"(address)
+                 : "memory");
 }
 // ... or unit g of rows 2t, 2t+1.
 __device__ __forceinline__ void load_transposed(uint32_t (&f)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]) : "r"(address) : "memory");
+                 : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3])
+                 : "r"(address)
+                 : "memory");
 }
 
 // c += a b of 16-bit floats: fp16 or bf16.
@@ -65,7 +73,8 @@ __device__ __forceinline__ uint32_t pack(float lower, float upper) {
 // Four E4M3 bytes as fp16, two a register: exact.
 __device__ __forceinline__ void widen(uint32_t bytes, uint32_t& lower, uint32_t& upper) {
     asm("{.reg .b16 l, u; mov.b32 {l, u}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, u;}"
-        : "=r"(lower), "=r"(upper) : "r"(bytes));
+        : "=r"(lower), "=r"(upper)
+        : "r"(bytes));
 }
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
@@ -74,8 +83,12 @@ __device__ __forceinline__ float exp2_fast(float x) {
 }
 
 // Programmatic dependent launch: the next kernel may start; whoever reads or writes what others touch waits first.
-__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_predecessors() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void launch_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_predecessors() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 
 // Barrier of a cluster in two halves; an announcement brings no earlier writes with it.
 __device__ __forceinline__ void cluster_announce() {
@@ -95,7 +108,8 @@ __device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
 }
 __device__ __forceinline__ void store_in(uint32_t mapped, float4 value) {
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(mapped), "f"(value.x), "f"(value.y),
-                 "f"(value.z), "f"(value.w) : "memory");
+                 "f"(value.z), "f"(value.w)
+                 : "memory");
 }
 __device__ __forceinline__ void store_in(uint32_t mapped, float2 value) {
     asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(mapped), "f"(value.x), "f"(value.y) : "memory");

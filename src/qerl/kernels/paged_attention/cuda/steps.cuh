@@ -9,7 +9,9 @@
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
 // A value that all lanes have, as one the compiler knows to be the same in all lanes.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+__device__ __forceinline__ int uniform(int value) {
+    return __shfl_sync(~0u, value, 0);
+}
 
 // bf16 to fp16, whose range is short: rows are scaled by a power of two that brings their largest element to [1, 2),
 // which `factor` undoes. What is 2^25 times smaller than that element is lost.
@@ -17,12 +19,11 @@ template <int DIM>
 __device__ __forceinline__ void scale_query(uint32_t (&query)[DIM / 16][4], float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        uint32_t most = 0;   // bf16 without their signs are ordered like integers
+        uint32_t most = 0;  // bf16 without their signs are ordered like integers
 #pragma unroll
         for (int kk = 0; kk < DIM / 16; kk++)
 #pragma unroll
-            for (int i = r; i < 4; i += 2)
-                most = __vmaxu2(most, query[kk][i] & 0x7fff7fff);
+            for (int i = r; i < 4; i += 2) most = __vmaxu2(most, query[kk][i] & 0x7fff7fff);
         most = max(most & 0xffff, most >> 16);
         most = max(most, __shfl_xor_sync(~0u, most, 1));
         most = max(most, __shfl_xor_sync(~0u, most, 2));
@@ -43,7 +44,7 @@ template <int DIM, bool FP8>
 __device__ __forceinline__ void load_query(const uint16_t* q, int group, int lane, uint32_t (&query)[DIM / 16][4],
                                            float (&factor)[2]) {
     const int g = lane >> 2, t = lane & 3;
-    constexpr int STEP = FP8 ? 2 : 8;   // elements between the two pairs of a lane
+    constexpr int STEP = FP8 ? 2 : 8;  // elements between the two pairs of a lane
     q += (FP8 ? 4 : 2) * t;
 #pragma unroll
     for (int kk = 0; kk < DIM / 16; kk++)
@@ -60,7 +61,7 @@ template <int DIM, bool FP8>
 __device__ __forceinline__ void multiply_keys(uint32_t address, const uint32_t (&query)[DIM / 16][4],
                                               float (&s)[2][4]) {
     float c[2][2][4] = {};
-    if constexpr (FP8) {   // a register holds columns 4t .. 4t+3 of a token: two pairs
+    if constexpr (FP8) {  // a register holds columns 4t .. 4t+3 of a token: two pairs
 #pragma unroll
         for (int j = 0; j < DIM / 32; j++) {
             uint32_t f[4], b[4][2];
@@ -130,7 +131,7 @@ __device__ __forceinline__ void softmax_step(float (&s)[2][4], int first, int le
             next[e >> 1] = fmaxf(next[e >> 1], s[n][e]);
         }
 #pragma unroll
-    for (int r = 0; r < 2; r++) {   // the four lanes of a row; its first token is always there, so `next` is finite
+    for (int r = 0; r < 2; r++) {  // the four lanes of a row; its first token is always there, so `next` is finite
         next[r] = fmaxf(next[r], __shfl_xor_sync(~0u, next[r], 1));
         next[r] = fmaxf(next[r], __shfl_xor_sync(~0u, next[r], 2));
         correction[r] = exp2_fast(maximum[r] - next[r]);
@@ -142,7 +143,7 @@ __device__ __forceinline__ void softmax_step(float (&s)[2][4], int first, int le
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             s[n][e] = exp2_fast(s[n][e] - maximum[e >> 1]);
-            total[e >> 1] += s[n][e];   // of this lane's tokens
+            total[e >> 1] += s[n][e];  // of this lane's tokens
         }
 #pragma unroll
     for (int i = 0; i < 4; i++) weights[i] = pack<FP8>(s[i >> 1][2 * (i & 1)], s[i >> 1][2 * (i & 1) + 1]);
@@ -157,7 +158,7 @@ __device__ __forceinline__ float4 merge(const float4 (&part)[COUNT], const float
     for (int c = 0; c < COUNT; c++) merged.x = fmaxf(merged.x, limit[c].x);
 #pragma unroll
     for (int c = 0; c < COUNT; c++) {
-        const float weight = limit[c].y == 0.0f ? 0.0f : exp2_fast(limit[c].x - merged.x);   // 0: had no token
+        const float weight = limit[c].y == 0.0f ? 0.0f : exp2_fast(limit[c].x - merged.x);  // 0: had no token
         merged.y += weight * limit[c].y;
         value.x += weight * part[c].x, value.y += weight * part[c].y;
         value.z += weight * part[c].z, value.w += weight * part[c].w;
@@ -192,7 +193,7 @@ __device__ __forceinline__ void store_sums(float* sums, const float (&o)[DIM / 8
 }
 
 __device__ __forceinline__ void store_output(uint16_t* out, float4 value, float total) {
-    const float inverse = total == 0.0f ? 0.0f : 1.0f / total;   // an empty context gives zeros, NaN stays NaN
+    const float inverse = total == 0.0f ? 0.0f : 1.0f / total;  // an empty context gives zeros, NaN stays NaN
     *(uint2*)out = make_uint2(pack<false>(value.x * inverse, value.y * inverse),
                               pack<false>(value.z * inverse, value.w * inverse));
 }
