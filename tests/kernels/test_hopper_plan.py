@@ -1,6 +1,7 @@
 """The choice between Hopper's kernels, and that each of them can be compiled; no GPU needed."""
 
 import importlib.util
+import itertools
 import re
 from pathlib import Path
 
@@ -157,12 +158,15 @@ def test_the_choice_on_an_h200() -> None:
     assert many_rows_plan(2048, 37888, 3584, 132).tokens == 256
 
 
-ATTENTION = Path(paged_attention.hopper.__file__).parent / "cuda" / "decode.cu"
+ATTENTION = Path(paged_attention.hopper.__file__).parent / "cuda"
+ATTENTIONS = ("decode", "decode_fp8")
 PRODUCTS = ("few_rows", "many_rows", "few_rows_wide", "many_rows_wide", "dequantize", "lora_shrink")
 
 
 @pytest.mark.parametrize(
-    "source", [*(SOURCES / f"{name}.cu" for name in PRODUCTS), ATTENTION], ids=lambda source: source.stem
+    "source",
+    [*(SOURCES / f"{name}.cu" for name in PRODUCTS), *(ATTENTION / f"{name}.cu" for name in ATTENTIONS)],
+    ids=lambda source: source.stem,
 )
 def test_nvrtc_compiles_without_a_gpu(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("cuda.bindings") is None:
@@ -177,7 +181,11 @@ def test_nvrtc_compiles_without_a_gpu(source: Path, tmp_path: Path, monkeypatch:
             raise
         pytest.skip(f"NVRTC is not installed: {error}")
     assert cubin[:4] == b"\x7fELF"
-    names = entry_points(source.name) if source.parent == SOURCES else set()
+    if source.parent == SOURCES:
+        names = entry_points(source.name)
+    else:
+        shapes = itertools.product(paged_attention.hopper.HEAD_DIMS, paged_attention.hopper.SHAPES)
+        names = {f"{source.stem}_{dim}_{cluster}_{warps}" for dim, (cluster, warps) in shapes}
     assert all(name.encode() in cubin for name in names or {source.stem})
     (cached,) = (tmp_path / "qerl" / "kernels").iterdir()
     assert cached.read_bytes() == cubin == compile_cubin(source)

@@ -1,5 +1,7 @@
 """Paged decode attention: reference on the CPU, kernels on a GPU."""
 
+import itertools
+
 import pytest
 import torch
 from attention_cases import make_case
@@ -7,6 +9,8 @@ from kernel_cases import rms_ratio
 
 from qerl.kernels.paged_attention import hopper, paged_attention_decode
 from qerl.kernels.quant_matmul import tiles_supported
+
+CACHES = pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=["bf16", "fp8"])
 
 
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(4, 2, 64), (7, 1, 128), (3, 3, 20)])
@@ -50,8 +54,19 @@ def test_clusters_fill_the_gpu_and_keep_parts_long(sms: int) -> None:
                 assert size in hopper.CLUSTERS and (size == 1 or longest // size >= 64)
                 smaller = size // 2
                 assert size == 1 or sequences * kv_heads * smaller < 2 * sms
+                for warps in {4, hopper.block_warps(sequences * kv_heads * size, size, sms)}:
+                    assert (size, warps) in hopper.SHAPES
     assert hopper.cluster_size(8, 4, 1280, 132) == 8 and hopper.cluster_size(256, 4, 1280, 132) == 1
-    assert hopper.shared_bytes(128) * 2 < 227 * 1024
+    assert hopper.block_warps(32, 8, 132) == 8 and hopper.block_warps(256, 8, 132) == 4
+
+
+def test_shared_memory_of_a_multiprocessor_suffices() -> None:
+    """228 KB, 1 KB of it taken by each block: for two blocks of four warps (three of short rows), or one of eight."""
+    for head_dim, element_size, (cluster, warps) in itertools.product(hopper.HEAD_DIMS, (1, 2), hopper.SHAPES):
+        short = cluster == 1 and head_dim * element_size <= 128
+        blocks = 3 if short else 8 // warps
+        taken = hopper.shared_bytes(head_dim, element_size, cluster, warps) + 1024
+        assert blocks * taken <= 228 * 1024, (head_dim, element_size, cluster, warps)
 
 
 @pytest.fixture(params=["triton", "cuda"])
@@ -64,21 +79,65 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("cluster", hopper.CLUSTERS)
-@pytest.mark.parametrize("heads, kv_heads, head_dim, block_size", [(28, 4, 128, 16), (9, 3, 64, 32), (16, 1, 128, 128)])
-@pytest.mark.parametrize("lengths", [(1,), (0, 15, 16, 17, 63, 65), (2000, 1, 700), (5,) * 200], ids=str)
-@pytest.mark.usefixtures("poisoned_memory")
-def test_gpu_every_cluster_size(
-    lengths: tuple[int, ...], heads: int, kv_heads: int, head_dim: int, block_size: int, cluster: int
-) -> None:
+@pytest.fixture
+def hopper_gpu() -> None:
     if not tiles_supported(torch.device("cuda", 0)):
         pytest.skip("needs a Hopper GPU and NVRTC")
-    case = make_case(lengths, heads, kv_heads, head_dim, block_size, torch.bfloat16, "cuda")
-    out = hopper.decode(*case.inputs, case.scale, cluster)
+
+
+@pytest.mark.gpu
+@CACHES
+@pytest.mark.parametrize("shape", hopper.SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim, block_size", [(28, 4, 128, 16), (9, 3, 64, 32), (16, 1, 128, 128), (9, 1, 64, 16)]
+)
+@pytest.mark.parametrize("lengths", [(1,), (0, 15, 16, 17, 63, 65), (2000, 1, 700), (5,) * 200], ids=str)
+@pytest.mark.usefixtures("poisoned_memory", "hopper_gpu")
+def test_gpu_every_shape(
+    lengths: tuple[int, ...],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    shape: tuple[int, int],
+    cache_dtype: torch.dtype | None,
+) -> None:
+    case = make_case(lengths, heads, kv_heads, head_dim, block_size, torch.bfloat16, "cuda", cache_dtype)
+    out = hopper.decode(*case.inputs, case.scale, shape)
     assert rms_ratio(out, case.expected) < 4e-3
     assert (out[case.context_lens == 0] == 0).all()
-    assert torch.equal(out, hopper.decode(*case.inputs, case.scale, cluster))
+    assert torch.equal(out, hopper.decode(*case.inputs, case.scale, shape))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+@pytest.mark.parametrize("power", [20, -20])
+def test_gpu_float8_cache_and_queries_beyond_fp16(power: int) -> None:
+    case = make_case((300, 40), 28, 4, 128, 16, torch.bfloat16, "cuda", torch.float8_e4m3fn)
+    expected = paged_attention_decode(*case.inputs, case.scale)
+    case.q *= 2.0**power
+    assert torch.equal(paged_attention_decode(*case.inputs, case.scale * 2.0**-power), expected)
+
+
+@pytest.mark.gpu
+@CACHES
+@pytest.mark.usefixtures("hopper_gpu")
+def test_gpu_chain_of_steps_sees_every_write(cache_dtype: torch.dtype | None) -> None:
+    """Lengths, tables and keys change right before each of many launches: nothing read early may be used."""
+    case = make_case((200, 90), 28, 4, 128, 16, torch.bfloat16, "cuda", cache_dtype)
+    q, k_cache, v_cache, table, lens = case.inputs
+    tables, lengths = [table.clone(), table.flip(0).contiguous()], [lens.clone(), lens.flip(0).contiguous()]
+    expected = [paged_attention_decode(q, k_cache, v_cache, tables[i], lengths[i], case.scale) for i in range(2)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = []
+        for step in range(40):
+            torch.add(tables[step % 2], 0, out=table)  # kernels: copies would not overlap with what follows
+            torch.add(lengths[step % 2], 0, out=lens)
+            outs.append(paged_attention_decode(*case.inputs, case.scale))
+    for _ in range(3):
+        graph.replay()
+        assert all(torch.equal(out, expected[step % 2]) for step, out in enumerate(outs))
 
 
 @pytest.mark.gpu
@@ -110,6 +169,7 @@ def test_gpu_against_fp64(
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [(1, 0, 65), (2000, 1, 700), (5,) * 200], ids=["edges", "long", "many"])
 @pytest.mark.parametrize("heads, kv_heads, head_dim, block_size", [(28, 4, 128, 16), (4, 4, 80, 16)])
+@pytest.mark.usefixtures("path")
 def test_gpu_float8_cache(heads: int, kv_heads: int, head_dim: int, block_size: int, lengths: tuple[int, ...]) -> None:
     fp8 = torch.float8_e4m3fn
     case = make_case(lengths, heads, kv_heads, head_dim, block_size, torch.bfloat16, "cuda", fp8)
@@ -119,8 +179,10 @@ def test_gpu_float8_cache(heads: int, kv_heads: int, head_dim: int, block_size: 
 
 
 @pytest.mark.gpu
-def test_gpu_cuda_graph_follows_growing_contexts(path: str) -> None:
-    case = make_case((900, 30), 28, 4, 128, 16, torch.bfloat16, "cuda")
+@CACHES
+@pytest.mark.usefixtures("path")
+def test_gpu_cuda_graph_follows_growing_contexts(cache_dtype: torch.dtype | None) -> None:
+    case = make_case((900, 30), 28, 4, 128, 16, torch.bfloat16, "cuda", cache_dtype)
     q, k_cache, v_cache, table, lens = case.inputs
     full = lens.clone()
     lens.fill_(10)

@@ -22,17 +22,17 @@ def paged_attention_decode(
     """``softmax(scale q K^T) V`` of each sequence's newest token over its cached context.
 
     fp32 scores and softmax; probabilities are rounded to the dtype of q (fp16 for a float8 cache) before they meet V on
-    CUDA. One launch: long contexts are cut into slices, and the last program of a sequence and head merges them in
-    order: same inputs, same bits. How many slices depends on the shapes alone (not on the lengths), so the call can be
-    captured in a CUDA graph after a first one; a sequence of length 0 (padding of a graph's batch) gives zeros and
-    reads neither its table nor the cache. Calls on one device must be ordered by a stream.
+    CUDA. One launch: long contexts are cut into slices, and the blocks of a sequence and head merge them in order (the
+    last program to arrive where there are no clusters): same inputs, same bits. How many slices depends on the shapes
+    alone (not on the lengths), so the call can be captured in a CUDA graph after a first one; a sequence of length 0
+    (padding of a graph's batch) gives zeros and reads no cache. Calls on one device must be ordered by a stream.
 
     Args:
         q: bf16, fp16 or fp32 ``[S, Hq, D]``, D one of `HEAD_DIMS` on CUDA; rows may be strided (views of a fused qkv).
         k_cache: ``[num_blocks, block_size, Hkv, D]`` in the dtype of q or float8_e4m3fn (scale 1), D contiguous;
             block_size a power of two, at least 16 on CUDA. Hq is a multiple of Hkv.
         v_cache: shape and strides of `k_cache`.
-        block_table: int32 ``[S, max_blocks]``; entries past the context are not read.
+        block_table: int32 ``[S, max_blocks]``; entries past the context may hold anything.
         context_lens: int32 ``[S]``, tokens to attend to, the newest included; at most max_blocks * block_size.
         scale: factor of the scores, usually ``D ** -0.5``.
 
@@ -120,8 +120,7 @@ def _decode_op(
         return q.new_empty(q.shape)
     if hopper.serves(q, k_cache):
         with launch_on(q.device):
-            cluster = hopper.default_cluster(q, k_cache, block_table)
-            return hopper.decode(q, k_cache, v_cache, block_table, context_lens, scale, cluster)
+            return hopper.decode(q, k_cache, v_cache, block_table, context_lens, scale)
     from qerl.kernels.paged_attention import launch  # Triton comes only with CUDA builds of torch.
 
     longest = block_table.shape[1] * k_cache.shape[1]

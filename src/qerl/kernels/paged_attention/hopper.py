@@ -1,4 +1,4 @@
-"""Launch of the CUDA C++ decode attention for sm_90 (``cuda/decode.cu``)."""
+"""Launch of the CUDA C++ decode attention for sm_90 (``cuda/decode.cuh``)."""
 
 import ctypes
 import math
@@ -11,12 +11,19 @@ from qerl.kernels.cuda import Launch, load_kernel
 from qerl.kernels.device import dependent_launch, multiprocessor_count
 from qerl.kernels.quant_matmul import hopper
 
-_SOURCE = Path(__file__).parent / "cuda" / "decode.cu"
+_FOLDER = Path(__file__).parent / "cuda"
+# Entry points of a cache's dtype begin with the name of its source.
+_SOURCES = {torch.bfloat16: _FOLDER / "decode.cu", torch.float8_e4m3fn: _FOLDER / "decode_fp8.cu"}
 HEAD_DIMS = (64, 128)
 # A tile of the tensor core has 16 rows.
 MAX_GROUP = 16
 CLUSTERS = (1, 2, 4, 8)
-_WARPS, _STAGES, _TOKENS = 4, 3, 16
+# (blocks of a cluster, warps of a block) that are compiled.
+SHAPES = ((1, 4), (2, 4), (4, 4), (8, 4), (8, 8))
+_TOKENS = 16
+# Stages of a warp's ring by bytes of a token's keys: two blocks of four warps share a multiprocessor, three where rows
+# are short and a block is a cluster of its own.
+_STAGES = {256: 3, 128: 4, 64: 6}
 # Blocks that share a multiprocessor, and tokens below which a block's part of a context is not cut.
 _BLOCKS_PER_SM = 2
 _MIN_PART = 64
@@ -39,17 +46,23 @@ class _Params(ctypes.Structure):
         ("block_shift", ctypes.c_int),
         ("kv_heads", ctypes.c_int),
         ("group", ctypes.c_int),
+        ("width", ctypes.c_int),
+        ("blocks", ctypes.c_int),
+        ("hints", ctypes.c_int),
     ]
 
 
 def serves(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
-    """Whether the kernel takes these tensors: a Hopper GPU, bf16, known head size and group, aligned rows."""
-    strides = (q.stride(0), *k_cache.stride()[:3])
+    """Whether the kernel takes these tensors: a Hopper GPU, bf16 queries, a bf16 or E4M3 cache, known head size and
+    group, aligned rows."""
+    unit = 16 // k_cache.element_size()
     return (
-        q.dtype == k_cache.dtype == torch.bfloat16
+        q.dtype == torch.bfloat16
+        and k_cache.dtype in _SOURCES
         and q.shape[2] in HEAD_DIMS
         and q.shape[1] // k_cache.shape[2] <= MAX_GROUP
-        and all(stride % 8 == 0 for stride in strides)
+        and all(stride % unit == 0 for stride in k_cache.stride()[:3])
+        and q.stride(0) % 2 == 0
         and q.data_ptr() % 4 == 0
         and k_cache.data_ptr() % 16 == 0
         and hopper.is_supported(q.device)
@@ -63,9 +76,17 @@ def cluster_size(sequences: int, num_kv_heads: int, longest: int, multiprocessor
     return next((size for size in fitting if sequences * num_kv_heads * size >= wanted), fitting[-1])
 
 
-def shared_bytes(head_dim: int) -> int:
-    """Dynamic shared memory of a block: the rings, in which the sums are merged afterwards."""
-    return _WARPS * _STAGES * 2 * _TOKENS * (2 * head_dim + 16)
+def block_warps(blocks: int, cluster: int, multiprocessors: int) -> int:
+    """Warps of a block: eight in the largest clusters if each block has a multiprocessor to itself."""
+    return 8 if cluster == CLUSTERS[-1] and blocks <= multiprocessors else 4
+
+
+def shared_bytes(head_dim: int, element_size: int, cluster: int, warps: int) -> int:
+    """Dynamic shared memory of a block: the rings, in which the warps' sums are merged afterwards, and what the other
+    blocks of its cluster send it."""
+    row = head_dim * element_size
+    inbox = 16 * head_dim * 4 + 16 * 8 if cluster > 1 else 0
+    return warps * _STAGES[row] * 2 * _TOKENS * (row + 16) + inbox
 
 
 def decode(
@@ -75,30 +96,62 @@ def decode(
     block_table: torch.Tensor,
     context_lens: torch.Tensor,
     scale: float,
-    cluster: int,
+    shape: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """Shapes as the public function; rows of `q` may be strided. One launch."""
-    sequences, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = k_cache.shape[1:3]
+    """Shapes as the public function; rows of `q` may be strided. One launch, of blocks as `shape` (one of `SHAPES`)
+    says or as fits."""
+    sequences = q.shape[0]
+    num_kv_heads, head_dim = k_cache.shape[2:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    params = _Params(
-        q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table.data_ptr(), context_lens.data_ptr(),
-        out.data_ptr(), q.stride(0), *k_cache.stride()[:3], block_table.stride(0), scale * math.log2(math.e),
-        block_size.bit_length() - 1, num_kv_heads, num_heads // num_kv_heads,
-    )  # fmt: skip
-    _launch(head_dim, cluster, num_kv_heads, sequences, q.device.index)(params)
+    device = q.device.index
+    cluster, warps = shape or default_shape(sequences, k_cache, block_table, multiprocessor_count(device))
+    grid = (num_kv_heads * cluster, sequences, 1)
+    overlap = dependent_launch(q.device)
+    # Hints cost a trip to L2, which is hidden only where all blocks can be there before their predecessor has ended.
+    hints = overlap and grid[0] * grid[1] <= _BLOCKS_PER_SM * multiprocessor_count(device)
+    params = parameters(q, k_cache, v_cache, block_table, context_lens, out, scale, hints)
+    _launch(k_cache.dtype, head_dim, cluster, warps, grid, overlap, device)(params)
     return out
 
 
+def parameters(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    hints: bool,
+) -> ctypes.Structure:
+    """Arguments of the kernel."""
+    blocks, block_size, num_kv_heads = k_cache.shape[:3]
+    return _Params(
+        q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table.data_ptr(), context_lens.data_ptr(),
+        out.data_ptr(), q.stride(0), *k_cache.stride()[:3], block_table.stride(0), scale * math.log2(math.e),
+        block_size.bit_length() - 1, num_kv_heads, q.shape[1] // num_kv_heads, block_table.shape[1], blocks, hints,
+    )  # fmt: skip
+
+
 @cache
-def _launch(head_dim: int, cluster: int, num_kv_heads: int, sequences: int, device: int) -> Launch:
-    kernel = load_kernel(_SOURCE, f"decode_{head_dim}_{cluster}", 32 * _WARPS, True, device)
-    grid = (num_kv_heads * cluster, sequences, 1)
-    overlap = dependent_launch(torch.device("cuda", device))
-    return Launch(kernel, grid, shared_bytes(head_dim), overlap)
+def _launch(
+    dtype: torch.dtype,
+    head_dim: int,
+    cluster: int,
+    warps: int,
+    grid: tuple[int, int, int],
+    overlap: bool,
+    device: int,
+) -> Launch:
+    source = _SOURCES[dtype]
+    kernel = load_kernel(source, f"{source.stem}_{head_dim}_{cluster}_{warps}", 32 * warps, True, device)
+    return Launch(kernel, grid, shared_bytes(head_dim, dtype.itemsize, cluster, warps), overlap)
 
 
-def default_cluster(q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor) -> int:
-    """The cluster size for these tensors."""
-    longest = block_table.shape[1] * k_cache.shape[1]
-    return cluster_size(q.shape[0], k_cache.shape[2], longest, multiprocessor_count(q.device.index))
+def default_shape(
+    sequences: int, k_cache: torch.Tensor, block_table: torch.Tensor, multiprocessors: int
+) -> tuple[int, int]:
+    """The entry of `SHAPES` for these tensors."""
+    num_kv_heads = k_cache.shape[2]
+    cluster = cluster_size(sequences, num_kv_heads, block_table.shape[1] * k_cache.shape[1], multiprocessors)
+    return cluster, block_warps(sequences * num_kv_heads * cluster, cluster, multiprocessors)
