@@ -16,7 +16,7 @@ from qerl.benchmarking.geometry import Geometry
 from qerl.benchmarking.results import Row
 from qerl.benchmarking.timing import CheckFailedError, median_us, rms_ratio, rotation
 from qerl.formats.base import get_format
-from qerl.kernels.quant_matmul import FEW_ROWS, hopper_plan, quant_matmul_dx
+from qerl.kernels.quant_matmul import FEW_ROWS, hopper_grad, hopper_plan, quant_matmul_dx
 from qerl.nn.group import WeightGroup
 from qerl.nn.lora import LoraQuantLinear
 from qerl.nn.random_weights import random_group, random_lora_handles
@@ -257,8 +257,6 @@ def dx_path_of(group: WeightGroup, m: int, device: torch.device) -> str:
     """Which implementation computes the gradient of ``m`` rows of input."""
     if device.type != "cuda":
         return "torch"
-    from qerl.kernels.quant_matmul import hopper_grad
-
     return "dequantize+cublas" if hopper_grad.plan_for(m, group.group_weight()) is None else "cuda-input-grad"
 
 
