@@ -1,10 +1,14 @@
 """The index arithmetic of cuda/input_grad.cuh replayed in plain integers: which lane holds which weight and sum."""
 
+from collections import Counter
+
+import pytest
 import torch
 from test_tiles import random_rows
 
 from qerl.kernels.quant_matmul import to_tiles
-from qerl.kernels.quant_matmul.hopper_plan import WINDOW_COLUMNS
+from qerl.kernels.quant_matmul.hopper_grad_plan import InputGradPlan
+from qerl.kernels.quant_matmul.tiles import WINDOW_COLUMNS
 
 GROUPS, STEP_TILES, PITCH = 2, 4, 160
 LANE = torch.arange(32)
@@ -106,3 +110,45 @@ def test_staged_sums_come_out_as_rows() -> None:
                 address = token * PITCH + (piece & 1) * 16 + (piece >> 1) * 4 + i * PITCH + w * 32
                 read += memory[address // 2 : address // 2 + 2].tolist()
             assert read == sums[token + i, piece * 8 : piece * 8 + 8].tolist()
+
+
+def steps_of(plan: InputGradPlan, shape: tuple[int, int, int], blocks: int, block: int) -> list[list[int]]:
+    """Schedule of a block as (tile, first step, last step + 1) in order; ``input_grad.cuh``."""
+    m, n, k = shape
+    units, tiles = -(-n // 64), plan.tiles(m, k)
+    whole = min(plan.waves(m, n, k, blocks) * blocks, tiles)
+    runs = [[tile, 0, units] for tile in range(block, whole, blocks)]
+    total = (tiles - whole) * units
+    at, end = total * block // blocks, total * (block + 1) // blocks
+    while at < end:
+        tile, unit = divmod(at, units)
+        stop = min(units, unit + end - at)
+        runs.append([whole + tile, unit, stop])
+        at += stop - unit
+    return runs
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    "shape", [(2048, 18944, 3584), (2048, 3584, 3584), (2048, 3584, 18944), (300, 512, 3584), (17, 64, 64)], ids=str
+)
+def test_every_step_is_computed_once(shape: tuple[int, int, int], whole: bool) -> None:
+    plan, (m, n, k) = InputGradPlan(256, 2, whole), shape
+    units, tiles = -(-n // 64), plan.tiles(m, k)
+    blocks = plan.grid(*shape, 132)
+    runs = [steps_of(plan, shape, blocks, block) for block in range(blocks)]
+    seen = Counter((tile, unit) for run in runs for tile, first, last in run for unit in range(first, last))
+    assert seen == Counter((tile, unit) for tile in range(tiles) for unit in range(units))
+    parts = Counter(tile for run in runs for tile, first, last in run if last - first < units)
+    assert not parts if whole else max(parts.values(), default=0) <= max(4, -(-blocks // tiles) + 1)
+    for run in runs:  # a slot of the workspace for a tile the block begins, and one for a tile it ends
+        slots = Counter(first == 0 for _, first, last in run if last - first < units)
+        assert max(slots.values(), default=0) <= 1
+
+
+def test_few_tiles_left_over_are_not_cut_into_many_parts() -> None:
+    plan = InputGradPlan(256, 2, False)
+    assert plan.waves(2048, 18944, 3584, 132) == 1  # 224 tiles: 92 are shared
+    assert plan.waves(2048, 3584, 18944, 132) == 8  # 1184 tiles: 128 are shared
+    assert plan.waves(1024, 3584, 2176, 66) == 0  # 68 tiles: two left over
+    assert plan.waves(1024, 3584, 2112, 68) == 1  # 68 tiles

@@ -34,7 +34,7 @@ def run_input_grad(plan: InputGradPlan, dy: torch.Tensor, weight: GroupWeight, d
     index = dy.device.index
     shape, sms = (dy.shape[0], weight.out_features, weight.in_features), multiprocessor_count(index)
     params = hopper._params(dy, weight, None, None, dx)
-    params.slices = int(plan.whole)
+    params.slices = plan.waves(*shape, sms)
     grid, threads = (plan.grid(*shape, sms), 1, 1), 128 * plan.groups + 128
     launch = hopper._launch("input_grad", plan.name, threads, grid, plan.shared_bytes, index)
     launch(params, bf16_map(dy.data_ptr(), *dy.shape, plan.tokens), *_weight_maps(weight, plan.groups))

@@ -25,6 +25,8 @@ _SHAPES = {
     (256, 2): (5, 0.655, 19.0),
 }
 _WHOLE_US = 2.5
+# Blocks that share a tile after whole waves.
+_MOST_PARTS = 3
 # Blocks that share tiles stand at different columns of dy. Where it outgrows the L2 cache, each fetches its own.
 _DY_CACHE_BYTES = 30 << 20
 _DY_MISS = 1.2
@@ -41,7 +43,7 @@ class InputGradPlan:
     Attributes:
         tokens: rows of dy a tile covers.
         groups: warpgroups of 64 columns of dx.
-        whole: tiles are not shared between blocks.
+        whole: tiles are not shared between blocks. Otherwise those that fill no wave are.
     """
 
     tokens: int
@@ -66,6 +68,14 @@ class InputGradPlan:
         """Blocks: one a multiprocessor, but no more than there are steps to share out."""
         return min(multiprocessors, _ceil(n, STEP_CHANNELS) * self.tiles(m, k))
 
+    def waves(self, m: int, n: int, k: int, multiprocessors: int) -> int:
+        """Whole tiles of a block. Few tiles left over make it one less: they would have too many parts to add up."""
+        tiles, blocks = self.tiles(m, k), self.grid(m, n, k, multiprocessors)
+        if self.whole:
+            return _ceil(tiles, blocks)
+        waves, rest = divmod(tiles, blocks)
+        return max(0, waves - 1) if 0 < rest * _MOST_PARTS < blocks else waves
+
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: the ring, staged sums, barriers, and a flag for each warpgroup."""
@@ -78,18 +88,20 @@ class InputGradPlan:
 
     def fits(self, m: int, n: int, k: int, multiprocessors: int) -> bool:
         """Whether the kernel can count: its divisions are of 32 bits, and shared tiles have counters."""
-        tiles = self.tiles(m, k)
-        counted = self.whole or tiles * self.groups <= COUNTERS
-        return counted and tiles * _ceil(n, STEP_CHANNELS) * self.grid(m, n, k, multiprocessors) < 1 << 32
+        tiles, blocks = self.tiles(m, k), self.grid(m, n, k, multiprocessors)
+        shared = max(0, tiles - self.waves(m, n, k, multiprocessors) * blocks)
+        return shared * self.groups <= COUNTERS and tiles * _ceil(n, STEP_CHANNELS) * blocks < 1 << 32
 
     def cost(self, m: int, n: int, k: int, multiprocessors: int) -> float:
         """Estimated microseconds."""
         steps, tiles = _ceil(n, STEP_CHANNELS), self.tiles(m, k)
         _, step_us, shared_us = _SHAPES[self.tokens, self.groups]
-        if self.whole:
-            return _WHOLE_US + step_us * steps * _ceil(tiles, multiprocessors)
+        waves = self.waves(m, n, k, multiprocessors)
+        shared = tiles - waves * multiprocessors
+        if shared <= 0:
+            return _WHOLE_US + step_us * steps * waves
         misses = _DY_MISS if 2 * m * n > _DY_CACHE_BYTES else 1.0
-        return shared_us + misses * step_us * steps * tiles / multiprocessors
+        return shared_us + step_us * steps * (waves + misses * shared / multiprocessors)
 
 
 def all_input_grad_plans() -> list[InputGradPlan]:

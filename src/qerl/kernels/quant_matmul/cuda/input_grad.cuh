@@ -2,7 +2,10 @@
 //
 // A block computes tiles of (64 x GROUPS) columns of dx by TOKENS rows. A stage holds one step of the sum, 64 channels:
 // four row tiles of weights and a box of dy, all by tensor copies, which fill what lies past the end of either with
-// zeros. Step i + 1 is decoded while the products of step i run. Work is shared out as in many_rows.cuh.
+// zeros. Step i + 1 is decoded while the products of step i run.
+//
+// Blocks compute waves of whole tiles first. The tiles left over would keep only some of them busy, so all share their
+// steps (stream-K, as in many_rows.cuh): same input, same bits.
 //
 // The transposition costs no shuffles. Lane (g, t) of warp w holds, as A fragment of W^T, two columns of dx by channels
 // 2t, 2t + 1, 2t + 8, 2t + 9. It reads the words j = g / 2 of two lanes of the layout, (2t, w) and (2t + 1, w): they
@@ -75,6 +78,40 @@ __device__ __forceinline__ void decode_transposed(uint32_t even, uint32_t odd, c
     a[3] = multiply_pairs(((w * 4u) ^ rotated) & mask, lower);
 }
 
+// Which tiles and steps a block computes: p.slices waves of whole tiles, then its run of what is left.
+template <int TOKENS, int GROUPS>
+struct Schedule {
+    Work shared;  // the tiles after the whole ones, counted from zero
+    int whole, begin;
+    int left;  // steps
+    int tile, unit;
+    __device__ __forceinline__ explicit Schedule(const Params& p) {
+        shared.row_blocks = (p.k / 64 + GROUPS - 1) / GROUPS;
+        shared.token_blocks = (p.m + TOKENS - 1) / TOKENS;
+        shared.units = (p.n / 16 + STEP_TILES - 1) / STEP_TILES;
+        shared.whole = false;
+        const int tiles = shared.row_blocks * shared.token_blocks, block = blockIdx.x, blocks = gridDim.x;
+        whole = min(p.slices * blocks, tiles);
+        shared.total = (tiles - whole) * shared.units;
+        begin = shared.begin(block);
+        left = shared.begin(block + 1) - begin;
+        tile = block, unit = 0;
+        if (block < whole) left += (whole - block + blocks - 1) / blocks * (int)shared.units;
+        else share();
+    }
+    __device__ __forceinline__ void share() { tile = whole + begin / shared.units, unit = begin % shared.units; }
+    __device__ __forceinline__ void next_tile() {
+        unit = 0;
+        if (tile >= whole) tile++;
+        else if ((tile += gridDim.x) >= whole) share();
+    }
+    __device__ __forceinline__ int row_block() const { return tile % shared.row_blocks; }
+    __device__ __forceinline__ int token0() const { return tile / shared.row_blocks * TOKENS; }
+    __device__ __forceinline__ bool parted() const {
+        return tile >= whole && shared.contributors(tile - whole) > 1;
+    }
+};
+
 // As sum_parts, for the four warps of a group together: all of them sum, or none.
 template <int TOKENS, int WARPS>
 __device__ __forceinline__ bool sum_parts_of_group(const Params& p, const Work& work, int tile, bool begins, int warp,
@@ -141,14 +178,7 @@ __device__ __forceinline__ void input_grad(const Params& p, const TensorMap* dy_
     constexpr int CODES = STEP_TILES * GROUPS * CODE_BYTES, SCALES = STEP_TILES * GROUPS * SCALE_BYTES;
     extern __shared__ __align__(1024) unsigned char shared[];
     const int warp = uniform_warp(), lane = threadIdx.x & 31;
-    const int windows = p.k / 64;
-    Work work;
-    work.row_blocks = (windows + GROUPS - 1) / GROUPS;
-    work.token_blocks = (p.m + TOKENS - 1) / TOKENS;
-    work.units = (p.n / 16 + STEP_TILES - 1) / STEP_TILES;
-    work.whole = p.slices == 1;
-    work.total = work.row_blocks * work.token_blocks * work.units;
-    const int begin = work.begin(blockIdx.x), end = work.begin(blockIdx.x + 1);
+    Schedule<TOKENS, GROUPS> at(p);
 
     const uint32_t base = smem_address(shared), dy_base = (base + 1023) & ~1023u;
     const uint32_t codes_base = dy_base + STAGES * DY_BYTES, scales_base = codes_base + STAGES * CODES;
@@ -169,32 +199,31 @@ __device__ __forceinline__ void input_grad(const Params& p, const TensorMap* dy_
     if (warp >= WARPS) {  // a whole warpgroup, because registers are handed over by warpgroups
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 3 ? 32 : 24));
         if (warp == WARPS && elect()) {
-            int tile = begin / work.units, unit = begin % work.units;
-            int row_block = tile % work.row_blocks, token0 = tile / work.row_blocks * TOKENS;
+            int row_block = at.row_block(), token0 = at.token0();
             auto load_weights = [&](int stage) {
-                barrier_expect(full + stage * 8, DY_BYTES + CODES + SCALES);
-                load_codes(codes_base + stage * CODES, codes_map, row_block * GROUPS, unit * STEP_TILES,
-                           full + stage * 8);
-                load_scales(scales_base + stage * SCALES, scales_map, row_block * GROUPS, unit * STEP_TILES,
-                            full + stage * 8);
+                const uint32_t bar = full + stage * 8;
+                barrier_expect(bar, DY_BYTES + CODES + SCALES);
+                load_codes(codes_base + stage * CODES, codes_map, row_block * GROUPS, at.unit * STEP_TILES, bar);
+                load_scales(scales_base + stage * SCALES, scales_map, row_block * GROUPS, at.unit * STEP_TILES, bar);
             };
             auto load_dy = [&](int stage) {
-                tensor_load(dy_base + stage * DY_BYTES, dy_map, unit * 64, token0, full + stage * 8);
+                tensor_load(dy_base + stage * DY_BYTES, dy_map, at.unit * 64, token0, full + stage * 8);
             };
             auto advance = [&]() {
-                if (++unit == work.units) {
-                    unit = 0;
-                    if (++row_block == work.row_blocks) row_block = 0, token0 += TOKENS;
-                }
+                if (++at.unit < (int)at.shared.units) return;
+                at.next_tile();
+                row_block = at.row_block(), token0 = at.token0();
             };
             // The weights of the first stages are on their way before the kernel that makes dy has ended.
-            const int early = min(STAGES, end - begin), unit0 = unit, row_block0 = row_block, token00 = token0;
+            const int early = min(STAGES, at.left);
+            const Schedule<TOKENS, GROUPS> start = at;
             for (int s = 0; s < early; s++) load_weights(s), advance();
             wait_for_predecessors();
-            unit = unit0, row_block = row_block0, token0 = token00;
+            at = start;
+            row_block = at.row_block(), token0 = at.token0();
             for (int s = 0; s < early; s++) load_dy(s), advance();
             int stage = 0, phase = 0;
-            for (int at = begin + early; at < end; at++) {
+            for (int i = early; i < at.left; i++) {
                 barrier_wait(empty + stage * 8, phase);
                 load_weights(stage);
                 load_dy(stage);
@@ -212,12 +241,11 @@ __device__ __forceinline__ void input_grad(const Params& p, const TensorMap* dy_
         const unsigned char* const scales = shared + (scales_base - base) + group * SCALE_BYTES + t * 16;
         float c[TOKENS / 8][4];
         uint32_t a[2][STEP_TILES][4];
-        int stage = 0, phase = 0, at = begin;
-        int tile = begin / work.units, unit = begin % work.units;
-        while (at < end) {
-            const bool begins = unit == 0;
-            const int stop = min((int)work.units, unit + end - at);
-            at += stop - unit;
+        int stage = 0, phase = 0;
+        while (at.left > 0) {
+            const bool begins = at.unit == 0;
+            const int stop = min((int)at.shared.units, at.unit + at.left);
+            at.left -= stop - at.unit;
 #pragma unroll
             for (int b = 0; b < TOKENS / 8; b++) c[b][0] = c[b][1] = c[b][2] = c[b][3] = 0.0f;
             int held = -1;  // stage whose products may still run
@@ -242,9 +270,9 @@ __device__ __forceinline__ void input_grad(const Params& p, const TensorMap* dy_
             };
             while (true) {
                 step(a[0]);
-                if (++unit == stop) break;
+                if (++at.unit == stop) break;
                 step(a[1]);
-                if (++unit == stop) break;
+                if (++at.unit == stop) break;
             }
             wgmma_wait<0>();
             if ((threadIdx.x & 127) == 0) barrier_arrive(empty + held * 8);
@@ -255,13 +283,13 @@ __device__ __forceinline__ void input_grad(const Params& p, const TensorMap* dy_
 
             wait_for_predecessors();  // from here on: the workspace, dx
             bool finished = true;
-            if (work.contributors(tile) > 1)
-                finished = sum_parts_of_group<TOKENS, WARPS>(p, work, tile, begins, warp, lane, last, c);
-            const int window = tile % work.row_blocks * GROUPS + group;
-            if (finished && window < windows)
+            if (at.parted())
+                finished = sum_parts_of_group<TOKENS, WARPS>(p, at.shared, at.tile - at.whole, begins, warp, lane, last, c);
+            const int window = at.row_block() * GROUPS + group;
+            if (finished && window * 64 < p.k)
                 store_columns<TOKENS>(p, staged + group * STAGED_TOKENS * STAGED_PITCH, group, warp, lane, window * 64,
-                                      tile / work.row_blocks * TOKENS, c);
-            if (unit == work.units) unit = 0, tile++;
+                                      at.token0(), c);
+            if (at.unit == (int)at.shared.units) at.next_tile();
         }
     }
 }
