@@ -10,7 +10,7 @@ from functools import cache
 from qerl.kernels.quant_matmul.hopper_plan import COUNTERS
 from qerl.kernels.quant_matmul.tiles import WINDOW_BYTES, WINDOW_COLUMNS
 
-# Above so many rows of dy, dequantizing once and cuBLAS beat decoding the weights again for every 256 rows.
+# Above so many rows of dy: dequantize once and use cuBLAS, as in the forward.
 GRAD_ROWS = 2048
 # Channels of one step of the sum, four row tiles.
 STEP_CHANNELS = 64
