@@ -143,6 +143,7 @@ def test_kernel_rows(tiny_config: Path, tmp_path: Path) -> None:
     ]
     assert all(row.keys() >= KERNEL_KEYS for row in written["rows"])
     assert {row["layer"] for row in written["rows"] if "dx_us" in row} == {"qkv", "o", "gate_up", "down"}
+    assert {row["dx_path"] for row in written["rows"] if "dx_us" in row} == {"torch"}
     assert written.keys() >= {"attention", "decode_ops", "dequantize", "quantizer"}
     assert "sum of 4 M=2048" in result.output
 

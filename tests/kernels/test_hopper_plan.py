@@ -10,6 +10,7 @@ import torch
 
 from qerl.kernels import paged_attention
 from qerl.kernels.quant_matmul import hopper, hopper_plan
+from qerl.kernels.quant_matmul.hopper_grad_plan import GRAD_ROWS, InputGradPlan, all_input_grad_plans, input_grad_plan
 from qerl.kernels.quant_matmul.hopper_plan import (
     COUNTERS,
     FEW_ROWS,
@@ -43,7 +44,9 @@ def entry_points(source: str) -> set[str]:
     """Names that the instantiating macros of a ``.cu`` file make."""
     text = (SOURCES / source).read_text()
     names = set()
-    for macro, pattern in re.findall(r"#define (\w+)\(.*?__ \w.*?((?:few|many)_rows_##[\w#]+)\(", text, re.S):
+    for macro, pattern in re.findall(
+        r"#define (\w+)\(.*?__ \w.*?((?:few_rows|many_rows|input_grad)_##[\w#]+)\(", text, re.S
+    ):
         parameters = re.search(rf"#define {macro}\((.*?)\)", text).group(1).split(", ")
         for values in re.findall(rf"^{macro}\((\d+(?:, \d+)+)\)", text, re.M):
             name = pattern
@@ -75,6 +78,31 @@ def test_plans_fit_the_gpu_and_name_a_kernel(shape: tuple[int, int], sms: int) -
         assert plan.tiles(m, n) * units * grid < 2**32
         assert plan.whole or plan.tiles(m, n) * plan.groups * 4 <= COUNTERS
         assert m <= plan.tokens * -(-m // plan.tokens) and plan.tokens < max(2 * m, 17)
+
+
+@pytest.mark.parametrize("sms", SMS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_plans_of_the_gradient_fit_the_gpu(shape: tuple[int, int], sms: int) -> None:
+    n, k = shape
+    for m in (1, 17, 64, 65, 129, 300, 1000, GRAD_ROWS):
+        plan = input_grad_plan(m, n, k, sms)
+        assert plan is not None and plan.tokens < max(2 * m, 65)
+        grid, steps, tiles = plan.grid(m, n, k, sms), -(-n // 64), plan.tiles(m, k)
+        assert 0 < grid <= sms and tiles * steps * grid < 2**32
+        assert plan.whole or tiles * plan.groups <= COUNTERS
+        assert tiles * plan.tokens * plan.groups * 64 >= m * k
+    assert input_grad_plan(GRAD_ROWS + 1, n, k, sms) is None
+
+
+@pytest.mark.parametrize("plan", all_input_grad_plans(), ids=lambda plan: f"{plan.name}-{plan.whole}")
+def test_the_gradients_memory_is_what_the_kernel_lays_out(plan: InputGradPlan) -> None:
+    text = (SOURCES / "input_grad.cuh").read_text()
+    tokens, pitch = (int(re.search(rf"{name} = (\d+);", text).group(1)) for name in ("STAGED_TOKENS", "STAGED_PITCH"))
+    ring = plan.stages * (plan.tokens * 128 + 4 * plan.groups * 576)
+    barriers_and_flags = 16 * plan.stages + 4 * plan.groups
+    needed = 1024 + ring + plan.groups * tokens * pitch + barriers_and_flags  # 1024: to align the ring
+    assert needed <= plan.shared_bytes <= SHARED_BYTES
+    assert plan.tokens % tokens == 0 and plan.partial_bytes(132) <= workspace_bytes(132)
 
 
 @pytest.mark.parametrize("sms", SMS)
@@ -142,6 +170,7 @@ def test_a_missing_library_means_the_other_kernels(
 
 def test_every_shape_of_tile_is_compiled() -> None:
     assert {plan.name for plan in all_many_rows_plans()} == entry_points("many_rows.cu")
+    assert {plan.name for plan in all_input_grad_plans()} == entry_points("input_grad.cu")
     for source in ("few_rows", "many_rows"):  # the same kernels with an fp32 result
         assert {f"{name}_wide" for name in entry_points(f"{source}.cu")} == entry_points(f"{source}_wide.cu")
     assert all(plan.shared_bytes <= SHARED_BYTES for plan in all_many_rows_plans())
@@ -160,7 +189,7 @@ def test_the_choice_on_an_h200() -> None:
 
 ATTENTION = Path(paged_attention.hopper.__file__).parent / "cuda"
 ATTENTIONS = ("decode", "decode_fp8")
-PRODUCTS = ("few_rows", "many_rows", "few_rows_wide", "many_rows_wide", "dequantize", "lora_shrink")
+PRODUCTS = ("few_rows", "many_rows", "few_rows_wide", "many_rows_wide", "input_grad", "dequantize", "lora_shrink")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from qerl.benchmarking.geometry import Geometry
 from qerl.benchmarking.results import Row
 from qerl.benchmarking.timing import CheckFailedError, median_us, rms_ratio, rotation
 from qerl.formats.base import get_format
-from qerl.kernels.quant_matmul import FEW_ROWS, hopper_plan, quant_matmul_dx
+from qerl.kernels.quant_matmul import FEW_ROWS, hopper_grad, hopper_plan, quant_matmul_dx
 from qerl.nn.group import WeightGroup
 from qerl.nn.lora import LoraQuantLinear
 from qerl.nn.random_weights import random_group, random_lora_handles
@@ -124,6 +124,7 @@ def _linear_row(
         dy = torch.randn(m, n, device=device, dtype=dtype)
         weights = [g.group_weight() for g in groups]
         row["dx_us"] = round(median_us(lambda i: quant_matmul_dx(dy, weights[i]), len(weights), device), 2)
+        row["dx_path"] = dx_path_of(groups[0], m, device)
         row["dx_bf16_us"] = round(median_us(lambda i: dy @ dense[i], len(dense), device), 2)
     return row
 
@@ -250,6 +251,13 @@ def path_of(group: WeightGroup, m: int, device: torch.device) -> str:
         few, many = hopper_plan.FEW_ROWS, hopper_plan.MANY_ROWS
         return "cuda-few-rows" if m <= few else "cuda-many-rows" if m <= many else "dequantize+cublas"
     return "triton-few-rows" if m <= FEW_ROWS else "dequantize+cublas"
+
+
+def dx_path_of(group: WeightGroup, m: int, device: torch.device) -> str:
+    """Which implementation computes the gradient of ``m`` rows of input."""
+    if device.type != "cuda":
+        return "torch"
+    return "dequantize+cublas" if hopper_grad.plan_for(m, group.group_weight()) is None else "cuda-input-grad"
 
 
 def bitsandbytes_us(dense: list[torch.Tensor], x: torch.Tensor) -> float | None:

@@ -3,7 +3,7 @@
 import ctypes
 import logging
 import os
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ from qerl.kernels.quant_matmul.hopper_plan import (
     shrink_plan,
     workspace_bytes,
 )
+from qerl.kernels.quant_matmul.tensor_map import bf16_map
 from qerl.kernels.quant_matmul.tiles import MAX_SEGMENTS, TILE_ROWS
 from qerl.kernels.quant_matmul.weight import GroupWeight, LoraUpdate
 
@@ -104,7 +105,7 @@ def _is_supported(index: int) -> bool:
         logger.info("%s is set: NVFP4 products use the Triton kernels", DISABLE_VARIABLE)
         return False
     try:
-        for source in ("few_rows", "many_rows", "dequantize", "lora_shrink"):
+        for source in ("few_rows", "many_rows", "input_grad", "dequantize", "lora_shrink"):
             load_module(_SOURCES / f"{source}.cu", index)
     except (ImportError, RuntimeError) as error:  # cuda.bindings raises a RuntimeError where a library is missing
         logger.warning(
@@ -175,10 +176,10 @@ def run_many_rows(
     params = _params(x, weight, bias, y)
     params.slices = int(plan.whole)
     grid = plan.grid(*shape, sms)
-    x_map = u_map = _tensor_map(x.data_ptr(), *x.shape, plan.tokens)
+    x_map = u_map = bf16_map(x.data_ptr(), *x.shape, plan.tokens)
     if lora is not None and u is not None:
         _set_lora(params, x, lora, u, grid if plan.makes_u else 0)
-        u_map = _tensor_map(u.data_ptr(), *u.shape, plan.tokens)
+        u_map = bf16_map(u.data_ptr(), *u.shape, plan.tokens)
     wide, threads = _wide(y), 128 * plan.groups + 128
     launch = _launch(f"many_rows{wide}", plan.name + wide, threads, (grid, 1, 1), plan.shared_bytes, x.device.index)
     launch(params, x_map, u_map)
@@ -271,27 +272,3 @@ def _launch(source: str, name: str, threads: int, grid: tuple[int, int, int], sh
     return Launch(
         kernel, grid, shared, overlap=source != "dequantize" and dependent_launch(torch.device("cuda", device))
     )
-
-
-@lru_cache(maxsize=4096)
-def _tensor_map(address: int, rows: int, columns: int, box_rows: int) -> ctypes.Array:
-    """Descriptor of a bf16 matrix [rows, columns] for tensor copies of [box_rows, 64] with the 128-byte swizzle."""
-    from cuda.bindings import driver
-
-    status, encoded = driver.cuTensorMapEncodeTiled(
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        2,
-        address,
-        [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-        [driver.cuuint64_t(2 * columns)],
-        [driver.cuuint32_t(64), driver.cuuint32_t(box_rows)],
-        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    if status.value != 0:
-        raise ValueError(f"no tensor map for [{rows}, {columns}] at {address:#x}: {status!r}")
-    words = [int(word) for word in encoded.opaque]
-    return (ctypes.c_uint64 * 16)(*words)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from qerl.kernels.device import multiprocessor_count
-from qerl.kernels.quant_matmul import hopper, launch
+from qerl.kernels.quant_matmul import hopper, hopper_grad, launch
 from qerl.kernels.quant_matmul.config import FEW_ROWS, few_rows_config
 from qerl.kernels.quant_matmul.hopper_plan import MANY_ROWS
 from qerl.kernels.quant_matmul.reference import lora_update
@@ -67,7 +67,14 @@ def matmul_dx(dy: torch.Tensor, weight: GroupWeight, out_dtype: torch.dtype | No
     out_dtype = out_dtype or dy.dtype
     if dy.shape[0] == 0:
         return dy.new_empty(0, weight.in_features, dtype=out_dtype)
-    return dequantized_matmul_dx(dy, weight) if out_dtype == dy.dtype else blockwise_matmul_dx(dy, weight)
+    if out_dtype != dy.dtype:
+        return blockwise_matmul_dx(dy, weight)
+    plan = hopper_grad.plan_for(dy.shape[0], weight) if dy.dtype == torch.bfloat16 else None
+    if plan is None:
+        return dequantized_matmul_dx(dy, weight)
+    dx = dy.new_empty(dy.shape[0], weight.in_features)
+    hopper_grad.run_input_grad(plan, dy, weight, dx)
+    return dx
 
 
 def blockwise_matmul(

@@ -64,23 +64,22 @@ __device__ __forceinline__ float* part_of(const Params& p, int block, bool begin
     return p.partial + ((long long)(block * 2 + begins) * WARPS + warp) * (TOKENS * 16) + lane * 4;
 }
 
-// The last warp to finish its 16 channels of a shared tile sums all parts, in block order, and returns true.
+// Leave a warp's part of a shared tile in the workspace, for whoever announces it next.
 template <int TOKENS, int WARPS>
-__device__ __forceinline__ bool sum_parts(const Params& p, const Work& work, int tile, bool begins, int warp, int lane,
-                                          float (&c)[TOKENS / 8][4]) {
-    const int first = work.owner(tile * work.units), contributors = work.owner((tile + 1) * work.units - 1) - first + 1;
+__device__ __forceinline__ void leave_part(const Params& p, bool begins, int warp, int lane,
+                                           const float (&c)[TOKENS / 8][4]) {
     float* mine = part_of<TOKENS, WARPS>(p, blockIdx.x, begins, warp, lane);
 #pragma unroll
     for (int b = 0; b < TOKENS / 8; b++)
         __stcg((float4*)(mine + b * 128), make_float4(c[b][0], c[b][1], c[b][2], c[b][3]));
     __threadfence();
-    __syncwarp();
-    int arrived = 0;
-    int* counter = p.arrivals + tile * WARPS + warp;
-    if (lane == 0) arrived = atomicAdd(counter, 1);
-    if (__shfl_sync(~0u, arrived, 0) != contributors - 1) return false;
-    __threadfence();
-    if (lane == 0) *counter = 0;
+}
+
+// The sum of a warp's parts of a shared tile, in block order, once all of them have arrived.
+template <int TOKENS, int WARPS>
+__device__ __forceinline__ void add_parts(const Params& p, const Work& work, int tile, int warp, int lane,
+                                          float (&c)[TOKENS / 8][4]) {
+    const int first = work.owner(tile * work.units), contributors = work.owner((tile + 1) * work.units - 1) - first + 1;
 #pragma unroll
     for (int b = 0; b < TOKENS / 8; b++) c[b][0] = c[b][1] = c[b][2] = c[b][3] = 0.0f;
     // The first of them begins the tile; the others begin inside it, in slot 0.
@@ -96,6 +95,21 @@ __device__ __forceinline__ bool sum_parts(const Params& p, const Work& work, int
         }
         part = next, next += BLOCK_STRIDE;
     }
+}
+
+// The last warp to finish its 16 channels of a shared tile sums all parts and returns true.
+template <int TOKENS, int WARPS>
+__device__ __forceinline__ bool sum_parts(const Params& p, const Work& work, int tile, bool begins, int warp, int lane,
+                                          float (&c)[TOKENS / 8][4]) {
+    leave_part<TOKENS, WARPS>(p, begins, warp, lane, c);
+    __syncwarp();
+    int arrived = 0;
+    int* counter = p.arrivals + tile * WARPS + warp;
+    if (lane == 0) arrived = atomicAdd(counter, 1);
+    if (__shfl_sync(~0u, arrived, 0) != work.contributors(tile) - 1) return false;
+    __threadfence();
+    if (lane == 0) *counter = 0;
+    add_parts<TOKENS, WARPS>(p, work, tile, warp, lane, c);
     return true;
 }
 
