@@ -33,7 +33,7 @@ def run_input_grad(plan: InputGradPlan, dy: torch.Tensor, weight: GroupWeight, d
     """Launch one kernel: ``dy`` bf16 [M, N] contiguous, M > 0, weights of one global scale -> bf16 `dx` [M, K]."""
     index = dy.device.index
     shape, sms = (dy.shape[0], weight.out_features, weight.in_features), multiprocessor_count(index)
-    params = hopper._params(dy, weight, None, None, dx)
+    params = hopper._params(dy, weight, None, dx)
     params.slices = plan.waves(*shape, sms)
     grid, threads = (plan.grid(*shape, sms), 1, 1), 128 * plan.groups + 128
     launch = hopper._launch("input_grad", plan.name, threads, grid, plan.shared_bytes, index)
