@@ -22,9 +22,9 @@ from qerl.kernels.quant_matmul.hopper_plan import (
     MANY_ROWS,
     SHARED_BYTES,
     FewRowsPlan,
+    ManyRowsPlan,
     all_many_rows_plans,
     few_rows_plan,
-    lora_slices,
     many_rows_plan,
     shrink_plan,
     workspace_bytes,
@@ -131,23 +131,26 @@ def test_rows_as_many_as_a_vocabulary_can_be_counted(m: int) -> None:
 @pytest.mark.parametrize("ranks", [8, 32, 96, 192, 40000])
 @pytest.mark.parametrize("k", [64, 3584, 8192, 18944, 28672])
 def test_slices_of_u_inside_a_product_stay_inside_the_workspace(k: int, ranks: int) -> None:
-    for m in (1, 8, 9, 64, 200, LORA_ROWS):
-        for blocks in (1, 60, 132):
-            slices = lora_slices(m, ranks, k, blocks)
-            tiles = -(-ranks // 16)
-            if slices is None:
-                assert tiles + 2 > LORA_COUNTERS or tiles * -(-m // 8) * 512 > LORA_BYTES
-                continue
-            assert 1 <= slices <= k // 32 and (slices == 1 or slices * tiles <= blocks)
-            assert slices * tiles * -(-m // 8) * 512 <= LORA_BYTES and tiles + 2 <= LORA_COUNTERS
-    assert lora_slices(LORA_ROWS + 1, ranks, k, 132) is None
+    tiles = -(-ranks // 16)
+    for plan in (FewRowsPlan(8), *all_many_rows_plans()):
+        for m in (1, 8) if isinstance(plan, FewRowsPlan) else (9, 64, 200, LORA_ROWS):
+            for blocks in (1, 60, 132):
+                slices = plan.lora_slices(m, ranks, k, blocks)
+                if slices is None:  # no room in the workspace, no registers, or more parts than blocks
+                    assert tiles + 2 > LORA_COUNTERS or plan.tokens == 256 or blocks < tiles * m
+                    continue
+                assert 1 <= slices <= k // 32
+                assert slices * tiles * -(-m // 8) * 512 <= LORA_BYTES and tiles + 2 <= LORA_COUNTERS
+        assert plan.lora_slices(LORA_ROWS + 1, ranks, k, 132) is None
 
 
 def test_warps_that_make_u_as_the_kernels_have_them() -> None:
     assert f"SHRINKERS = {LORA_WARPS_FEW};" in (SOURCES / "few_rows.cuh").read_text()
-    assert f"SHRINKERS = {LORA_WARPS_MANY}," in (SOURCES / "many_rows.cuh").read_text()
-    assert lora_slices(8, 96, 3584, 132) == 5 and lora_slices(8, 32, 18944, 132) == 17
-    assert lora_slices(64, 96, 3584, 132) == 22 and lora_slices(64, 32, 18944, 132) == 66
+    assert f"SUMMERS = {LORA_WARPS_MANY}, " in (SOURCES / "many_rows.cuh").read_text()
+    assert FewRowsPlan(8).lora_slices(8, 96, 3584, 132) == 5 and FewRowsPlan(8).lora_slices(8, 32, 18944, 132) == 17
+    plan = ManyRowsPlan(64, 2, False)
+    assert plan.lora_slices(64, 96, 3584, 132) == 28 and plan.lora_slices(64, 32, 18944, 132) == 64
+    assert ManyRowsPlan(128, 2, False).lora_slices(256, 96, 3584, 132) == 28
     # What making u takes besides: sums of 4 warps, then rows of u 8 columns apart.
     plan = FewRowsPlan(8)
     assert plan.shared_bytes(8, 4608, 3584, 132, 96) - plan.shared_bytes(8, 4608, 3584, 132) == 2048 + 16 * 104

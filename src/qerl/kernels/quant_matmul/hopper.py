@@ -20,7 +20,6 @@ from qerl.kernels.quant_matmul.hopper_plan import (
     FewRowsPlan,
     ManyRowsPlan,
     few_rows_plan,
-    lora_slices,
     many_rows_plan,
     shrink_plan,
     workspace_bytes,
@@ -36,8 +35,8 @@ DISABLE_VARIABLE = "QERL_NO_CUDA_KERNELS"
 _SOURCES = Path(__file__).parent / "cuda"
 # Tiles store code x scale x 2^-9 after decoding (cuda/tiles.cuh); the epilogue takes the power back.
 _SCALE = 512.0
-# Above so many rows cuBLAS fills the GPU with x A^T without splitting k.
-MAX_SHRINK_ROWS = 512
+# Above so many rows cuBLAS multiplies x A^T faster.
+MAX_SHRINK_ROWS = 256
 
 
 class _Lora(ctypes.Structure):
@@ -155,8 +154,9 @@ def run_few_rows(
     shared, warps = plan.shared_bytes(*shape, sms), plan.warps
     grid = plan.group(weight.out_features, sms) * plan.slices
     if lora is not None:
-        with_lora = plan.shared_bytes(*shape, sms, lora.a.shape[0])
-        if _set_lora(params, x, lora, u, grid if with_lora <= SHARED_BYTES else 0):
+        with_lora = plan.shared_bytes(*shape, sms, u.shape[1])
+        fits = with_lora <= SHARED_BYTES
+        if _set_lora(params, x, lora, u, plan.lora_slices(*u.shape, x.shape[1], grid) if fits else None):
             shared, warps = with_lora, warps + LORA_WARPS_FEW
     wide = _wide(y)
     _launch(f"few_rows{wide}", plan.name + wide, 32 * warps, (grid, 1, 1), shared, x.device.index)(params)
@@ -176,13 +176,13 @@ def run_many_rows(
     params = _params(x, weight, bias, y)
     params.slices = int(plan.whole)
     grid = plan.grid(*shape, sms)
-    x_map = u_map = bf16_map(x.data_ptr(), *x.shape, plan.tokens)
+    maps = [bf16_map(x.data_ptr(), *x.shape, plan.tokens)] * 3
     if lora is not None and u is not None:
-        _set_lora(params, x, lora, u, grid if plan.makes_u else 0)
-        u_map = bf16_map(u.data_ptr(), *u.shape, plan.tokens)
+        _set_lora(params, x, lora, u, plan.lora_slices(*u.shape, x.shape[1], grid))
+        maps[1:] = bf16_map(u.data_ptr(), *u.shape, plan.tokens), bf16_map(lora.a.data_ptr(), *lora.a.shape, 64)
     wide, threads = _wide(y), 128 * plan.groups + 128
     launch = _launch(f"many_rows{wide}", plan.name + wide, threads, (grid, 1, 1), plan.shared_bytes, x.device.index)
-    launch(params, x_map, u_map)
+    launch(params, *maps)
 
 
 def _wide(y: torch.Tensor) -> str:
@@ -238,13 +238,12 @@ def _params(x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, y: 
     return params
 
 
-def _set_lora(params: _Params, x: torch.Tensor, lora: LoraUpdate, u: torch.Tensor, blocks: int) -> bool:
-    """Add LoRA to a launch of `blocks` blocks that make `u` (mutated) on the way, and return True; where they cannot
-    (0: they have no room), launch the kernel that makes u before."""
+def _set_lora(params: _Params, x: torch.Tensor, lora: LoraUpdate, u: torch.Tensor, slices: int | None) -> bool:
+    """Add LoRA to a launch that makes `u` (mutated) on the way in `slices` of k, and return True; where it cannot
+    (None), launch the kernel that makes u before."""
     params.lora.u, params.lora.b, params.lora.width = u.data_ptr(), lora.b.data_ptr(), u.shape[1]
     for index, (column, rank, place) in enumerate(lora.places):
         params.lora.column[index], params.lora.rank[index], params.lora.offset[index] = column, rank, place
-    slices = lora_slices(*u.shape, x.shape[1], blocks) if blocks else None
     if slices is None:
         _shrink_into(x, lora.a, u)
         return False

@@ -21,12 +21,13 @@ MANY_ROWS = 2048
 # Counters of the workspace that sums of parts may use, and those of LoRA's u = x A^T inside a product.
 COUNTERS = (1 << 18) - (1 << 11)
 LORA_COUNTERS = 1 << 11
-# Up to so many rows of x a product makes u itself, by warps that have no other work: 4 in the few-row kernels, 3 in the
-# many-row ones. Above, u comes from a kernel of its own, whose time is small against the product's.
+# Up to so many rows of x a product makes u itself; above, u comes from a kernel of its own, whose time is small against
+# the product's. Few rows: 4 more warps multiply and sum. Many rows: the product's warps multiply, 3 idle ones sum.
 LORA_ROWS = 256
 LORA_WARPS_FEW, LORA_WARPS_MANY = 4, 3
-# Parts of a sum that one of these warps reads at once.
+# Parts of a sum that one of these warps reads at once; more slices than this would take longer to sum than to make.
 _AT_ONCE = 8
+_MOST_SLICES = 64
 # Of the workspace, for slices of u.
 LORA_BYTES = 4 << 20
 # What a block of the LoRA shrink reads of A and x: less makes more slices to add up.
@@ -59,9 +60,10 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _lora_sums(warps: int, blocks: int) -> int:
-    """Shared memory in which warps that make u add up (``shrink_bytes`` in ``shrink.cuh``)."""
-    return warps * blocks * 512
+def _lora_fits(m: int, ranks: int) -> int:
+    """Slices of u [m, ranks] for which the workspace has room; 0: none, or it is not made inside a product."""
+    tiles = _ceil(ranks, 16)
+    return LORA_BYTES // (tiles * _ceil(m, 8) * 512) if m <= LORA_ROWS and tiles + 2 <= LORA_COUNTERS else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,17 @@ class FewRowsPlan:
         depth = _ceil(k // WINDOW_COLUMNS, self.slices)
         return _ceil(n // TILE_ROWS, self.group(n, multiprocessors)) * _ceil(depth, UNIT_WINDOWS)
 
+    def lora_slices(self, m: int, ranks: int, k: int, blocks: int) -> int | None:
+        """Slices of k in which `blocks` blocks make u [m, ranks]; None: they cannot.
+
+        Both halves of the work are chains of reads: a block's own slice, and the sum of all slices, which every block
+        makes for itself. The number of slices is where the two are about as long.
+        """
+        tiles, steps = _ceil(ranks, 16), k // 32
+        fitting = _lora_fits(m, ranks)
+        best = round((steps * _AT_ONCE / (16 * _ceil(tiles, LORA_WARPS_FEW))) ** 0.5)
+        return max(1, min(best, blocks // tiles, fitting, steps)) if fitting else None
+
     def shared_bytes(self, m: int, n: int, k: int, multiprocessors: int, ranks: int = 0) -> int:
         """Dynamic shared memory: rings, barriers, x, partial sums (as ``few_rows.cuh`` lays them out).
 
@@ -109,7 +122,7 @@ class FewRowsPlan:
             slots = max(slots, (units * most // self.warps + 1 + units - 2) // units + 1)
         rings = self.warps * 2 * (UNIT_BYTES + 8) + 8 * X_CHUNKS + 8
         x = m * (_ceil(windows, self.slices) * 128 + 16)
-        lora = _lora_sums(LORA_WARPS_FEW, 1) + 2 * m * (ranks + 8) if ranks else 0
+        lora = LORA_WARPS_FEW * 512 + 2 * m * (ranks + 8) if ranks else 0
         return rings + 128 + x + 128 + self.warps * slots * 512 + lora
 
 
@@ -154,14 +167,20 @@ class ManyRowsPlan:
     def shared_bytes(self) -> int:
         """Dynamic shared memory: the ring and its barriers, and what making u takes."""
         window = self.tokens * 128 + 4 * self.groups * WINDOW_BYTES
-        blocks = 8 if self.tokens >= 64 and self.groups == 2 else 4  # of eight rows at once (``shrink_blocks``)
-        lora = _lora_sums(LORA_WARPS_MANY, blocks) if self.makes_u else 0
-        return 1024 + self.stages * (self.unit * window + 16) + lora
+        return 1024 + self.stages * (self.unit * window + 16) + (LORA_WARPS_MANY * 512 if self.makes_u else 0)
 
     @property
     def makes_u(self) -> bool:
-        """Whether its kernel has registers left for warps that make u."""
+        """Whether its kernel has registers left for warps that sum u."""
         return self.tokens < 256
+
+    def lora_slices(self, m: int, ranks: int, k: int, blocks: int) -> int | None:
+        """Slices of k in which `blocks` blocks make u [m, ranks], at most one part a block; None: they cannot."""
+        boxes = self.groups if self.unit == 4 else 2  # of 64 ranks (``BOXES`` in ``many_rows.cuh``)
+        parts = _ceil(ranks, 64 * boxes) * _ceil(m, self.tokens)
+        fitting = _lora_fits(m, ranks) if self.makes_u else 0
+        wanted = min(_ceil(k // WINDOW_COLUMNS, 2), _MOST_SLICES, blocks // parts, fitting)
+        return wanted if wanted > 0 else None
 
     def partial_bytes(self, multiprocessors: int) -> int:
         """Workspace: two shared tiles a block, fp32."""
@@ -218,24 +237,6 @@ def many_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> ManyRowsPlan
     plans = [plan for plan in all_many_rows_plans() if plan.tokens < max(2 * m, 17)]
     plans = [plan for plan in plans if plan.fits(m, n, k, multiprocessors)]
     return min(plans, key=lambda plan: plan.cost(m, n, k, multiprocessors))
-
-
-def lora_slices(m: int, ranks: int, k: int, blocks: int) -> int | None:
-    """Slices of k in which `blocks` blocks make u [m, ranks] inside a product; None: u needs a kernel of its own.
-
-    Both halves of the work are chains of reads: the slices, and their sums, which few rows make in every block, many
-    rows once. The number of slices is where the two are about as long.
-    """
-    tiles, steps = _ceil(ranks, 16), k // 32
-    places = tiles * _ceil(m, 8)
-    fitting = LORA_BYTES // (places * 512)
-    if m > LORA_ROWS or fitting == 0 or tiles + 2 > LORA_COUNTERS:
-        return None
-    if m <= FEW_ROWS:
-        best = (steps * _AT_ONCE / (16 * _ceil(tiles, LORA_WARPS_FEW))) ** 0.5
-    else:
-        best = (_AT_ONCE * _ceil(m, 32) * steps / (2 * _ceil(places, blocks))) ** 0.5
-    return max(1, min(round(best), blocks // tiles, fitting, steps))
 
 
 def shrink_plan(m: int, r: int, k: int, multiprocessors: int) -> tuple[int, int]:

@@ -11,12 +11,6 @@ constexpr int X_CHUNKS = 8;
 constexpr int SHRINKERS = 4;
 constexpr int COMPUTE_BARRIER = 1, SHRINK_BARRIER = 2;
 
-__device__ __forceinline__ void load_matrices(uint32_t (&f)[4], uint32_t address) {
-    asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-        : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3])
-        : "r"(address));
-}
-
 // The last block to bring its slice of a tile sums all slices in their order, and returns true.
 __device__ __forceinline__ bool sum_slices(const Params& p, int slice, int tile, int tiles, int lane, float (&v)[4]) {
     __stcg((float4*)(p.partial + (long long)(slice * tiles + tile) * 128 + lane * 4),

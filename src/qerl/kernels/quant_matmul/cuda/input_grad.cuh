@@ -107,9 +107,7 @@ struct Schedule {
     }
     __device__ __forceinline__ int row_block() const { return tile % shared.row_blocks; }
     __device__ __forceinline__ int token0() const { return tile / shared.row_blocks * TOKENS; }
-    __device__ __forceinline__ bool parted() const {
-        return tile >= whole && shared.contributors(tile - whole) > 1;
-    }
+    __device__ __forceinline__ bool parted() const { return tile >= whole && shared.contributors(tile - whole) > 1; }
 };
 
 // As sum_parts, for the four warps of a group together: all of them sum, or none.
@@ -139,7 +137,8 @@ __device__ __forceinline__ void store_columns(const Params& p, uint32_t staged, 
                                               int column0, int token0, const float (&c)[TOKENS / 8][4]) {
     const float scale = p.global_scale ? 512.0f / *p.global_scale : p.scale;
     // Of the four matrices of 8 tokens x 8 columns that a warp writes at once, this lane addresses a row.
-    const uint32_t to = staged + ((lane >> 4) * 8 + (lane & 7)) * STAGED_PITCH + ((warp & 3) * 2 + (lane >> 3 & 1)) * 16;
+    const uint32_t to =
+        staged + ((lane >> 4) * 8 + (lane & 7)) * STAGED_PITCH + ((warp & 3) * 2 + (lane >> 3 & 1)) * 16;
     const int place = threadIdx.x & 127, token = place >> 3, piece = place & 7;
     // Eight columns are four pairs, each written by another warp.
     const uint32_t from = staged + token * STAGED_PITCH + (piece & 1) * 16 + (piece >> 1) * 4;
@@ -149,11 +148,10 @@ __device__ __forceinline__ void store_columns(const Params& p, uint32_t staged, 
         group_sync(group);  // the rows before have been read
 #pragma unroll
         for (int b = 0; b < STAGED_TOKENS / 8; b += 2) {
-            const float(&low)[4] = c[first / 8 + b], (&high)[4] = c[first / 8 + b + 1];
+            const float (&low)[4] = c[first / 8 + b], (&high)[4] = c[first / 8 + b + 1];
             asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                              to + b * 8 * STAGED_PITCH),
-                         "r"(pack_bf16(low[0] * scale, low[1] * scale)),
-                         "r"(pack_bf16(low[2] * scale, low[3] * scale)),
+                         "r"(pack_bf16(low[0] * scale, low[1] * scale)), "r"(pack_bf16(low[2] * scale, low[3] * scale)),
                          "r"(pack_bf16(high[0] * scale, high[1] * scale)),
                          "r"(pack_bf16(high[2] * scale, high[3] * scale))
                          : "memory");
@@ -235,9 +233,10 @@ __device__ __forceinline__ void input_grad(const Params& p, const TensorMap* dy_
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 240 : 160));
         const int group = warp >> 2, t = lane & 3;
         const Selectors select(lane);
-        // Word lane / 8 of the 16 bytes of lane (2t, warp & 3) of the layout; those of lane (2t + 1, ..) are 64 further.
-        const unsigned char* const codes = shared + (codes_base - base) + group * CODE_BYTES + t * 128 +
-                                           ((warp & 3) ^ t) * 16 + (lane >> 3) * 4;
+        // Word lane / 8 of the 16 bytes of lane (2t, warp & 3) of the layout; those of lane (2t + 1, ..) are 64
+        // further.
+        const unsigned char* const codes =
+            shared + (codes_base - base) + group * CODE_BYTES + t * 128 + ((warp & 3) ^ t) * 16 + (lane >> 3) * 4;
         const unsigned char* const scales = shared + (scales_base - base) + group * SCALE_BYTES + t * 16;
         float c[TOKENS / 8][4];
         uint32_t a[2][STEP_TILES][4];
@@ -249,7 +248,7 @@ __device__ __forceinline__ void input_grad(const Params& p, const TensorMap* dy_
 #pragma unroll
             for (int b = 0; b < TOKENS / 8; b++) c[b][0] = c[b][1] = c[b][2] = c[b][3] = 0.0f;
             int held = -1;  // stage whose products may still run
-            auto step = [&](uint32_t(&fragments)[STEP_TILES][4]) {
+            auto step = [&](uint32_t (&fragments)[STEP_TILES][4]) {
                 barrier_wait(full + stage * 8, phase);
 #pragma unroll
                 for (int i = 0; i < STEP_TILES; i++) {
@@ -284,7 +283,8 @@ __device__ __forceinline__ void input_grad(const Params& p, const TensorMap* dy_
             wait_for_predecessors();  // from here on: the workspace, dx
             bool finished = true;
             if (at.parted())
-                finished = sum_parts_of_group<TOKENS, WARPS>(p, at.shared, at.tile - at.whole, begins, warp, lane, last, c);
+                finished =
+                    sum_parts_of_group<TOKENS, WARPS>(p, at.shared, at.tile - at.whole, begins, warp, lane, last, c);
             const int window = at.row_block() * GROUPS + group;
             if (finished && window * 64 < p.k)
                 store_columns<TOKENS>(p, staged + group * STAGED_TOKENS * STAGED_PITCH, group, warp, lane, window * 64,

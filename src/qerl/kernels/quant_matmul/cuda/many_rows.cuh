@@ -113,22 +113,67 @@ __device__ __forceinline__ bool sum_parts(const Params& p, const Work& work, int
     return true;
 }
 
-// Registers of a thread of the producer's warpgroup and of the others. The largest tile leaves none to make u with.
+// Registers of a thread of the producer's warpgroup and of the others. The largest tile leaves none to sum u with.
 template <int TOKENS, int GROUPS>
-constexpr int producer_registers = TOKENS == 256                 ? 24
-                                   : TOKENS >= 64 && GROUPS == 3 ? 64
-                                                                 : 104;
+constexpr int producer_registers = TOKENS == 256 ? 24
+                                   : GROUPS == 2 ? 72
+                                                 : 56;
 template <int TOKENS, int GROUPS>
-constexpr int product_registers = TOKENS == 256  ? 240
-                                  : GROUPS == 2  ? 200
-                                  : TOKENS >= 64 ? 144
-                                                 : 136;
-constexpr int SHRINKERS = 3, SHRINK_BARRIER = 2;
-// Blocks of eight tokens that are multiplied by a fragment of A at once, and steps of k that are loaded together.
-template <int TOKENS, int GROUPS>
-constexpr int shrink_blocks = TOKENS >= 64 && GROUPS == 2 ? 8 : 4;
-template <int TOKENS, int GROUPS>
-constexpr int shrink_unroll = TOKENS >= 64 ? 1 : 2;
+constexpr int product_registers = TOKENS == 256 ? 240
+                                  : GROUPS == 2 ? 216
+                                                : 152;
+constexpr int SUMMERS = 3, SUM_BARRIER = 2;  // warps that sum u
+constexpr int A_BYTES = 64 * 128;            // of 64 ranks in a window
+
+// A part of u = x A^T: 64 BOXES ranks, TOKENS rows, a slice of k. The first stages of the ring bring x and, where there
+// is room for it beside one window of x, A; both as the tensor copies swizzle them.
+template <int TOKENS, int BOXES>
+struct UPart {
+    int slice, group, token_block, first, last;  // windows
+    __device__ __forceinline__ static int token_blocks(const Params& p) { return (p.m + TOKENS - 1) / TOKENS; }
+    __device__ __forceinline__ static int rank_groups(const Params& p) {
+        return (p.lora.width + 64 * BOXES - 1) / (64 * BOXES);
+    }
+    __device__ __forceinline__ static int count(const Params& p) {
+        return p.lora.a ? p.lora.slices * rank_groups(p) * token_blocks(p) : 0;
+    }
+    __device__ __forceinline__ UPart(const Params& p, int index) {
+        const int windows = p.k / 64;
+        group = index % rank_groups(p), index /= rank_groups(p);
+        token_block = index % token_blocks(p), slice = index / token_blocks(p);
+        first = windows * slice / p.lora.slices, last = windows * (slice + 1) / p.lora.slices;
+    }
+};
+
+// Where A lies in a stage.
+template <int TOKENS, int WARPS, int UNIT>
+__device__ __forceinline__ uint32_t a_place(uint32_t x_base, uint32_t w_base, int stage) {
+    static_assert(UNIT == 4 || TOKENS * 128 >= 2 * A_BYTES, "A takes the place of weights, or of a window of x");
+    return UNIT == 4 ? w_base + stage * WARPS * UNIT * WINDOW_BYTES : x_base + (stage * UNIT + 1) * TOKENS * 128;
+}
+
+// Fragments of 16 ranks (of this warp) and 64 columns out of a box of A.
+__device__ __forceinline__ void load_a(uint32_t (&a)[4][4], uint32_t box, int warp, int lane) {
+    const int row = (warp & 3) * 16 + (lane & 15);
+#pragma unroll
+    for (int j = 0; j < 4; j++) load_matrices(a[j], box + row * 128 + (((2 * j + (lane >> 4)) ^ (row & 7)) << 4));
+}
+
+// A warp's 16 ranks of a part, to the workspace.
+template <int TOKENS, int BOXES>
+__device__ __forceinline__ void leave_u(const Params& p, const UPart<TOKENS, BOXES>& part, int warp, int lane,
+                                        const float (&c)[TOKENS / 8][4]) {
+    const int tile = part.group * BOXES * 4 + warp, blocks = (p.m + 7) / 8, first = part.token_block * (TOKENS / 8);
+    if (tile >= rank_tiles(p)) return;
+    float4* to =
+        (float4*)p.lora.partial + ((long long)(part.slice * rank_tiles(p) + tile) * blocks + first) * 32 + lane;
+#pragma unroll
+    for (int b = 0; b < TOKENS / 8; b++)
+        if (first + b < blocks) __stcg(to + b * 32, make_float4(c[b][0], c[b][1], c[b][2], c[b][3]));
+    __threadfence();
+    __syncwarp();
+    if (lane == 0) atomicAdd(p.lora.counters + 2 + tile, 1);
+}
 
 // The segments of a tile of WARPS row tiles, each in steps of 64 ranks: what LoRA multiplies, in the order of the ring.
 template <int WARPS, typename Step>
@@ -141,8 +186,11 @@ __device__ __forceinline__ void for_lora_steps(const Params& p, int row_block, S
 
 // UNIT windows of all channels and of x are one stage, filled by one producer warp. WIDE: y is fp32.
 template <int TOKENS, int GROUPS, int UNIT, int STAGES, bool WIDE = false>
-__device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_map, const TensorMap* u_map) {
+__device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_map, const TensorMap* u_map,
+                                          const TensorMap* a_map) {
     constexpr int WARPS = GROUPS * 4, X_BYTES = TOKENS * 128, W_BYTES = UNIT * WINDOW_BYTES;
+    constexpr int BOXES = UNIT == 4 ? GROUPS : 2;
+    using Part = UPart<TOKENS, BOXES>;
     extern __shared__ __align__(1024) unsigned char shared[];
     const int warp = uniform_warp(), lane = threadIdx.x & 31;
     const int tiles = p.n / 16, windows = p.k / 64;
@@ -173,16 +221,21 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
         if constexpr (TOKENS < 256) {
             if (warp > WARPS) {
                 if (!p.lora.a) return;
-                const int worker = warp - WARPS - 1, thread = worker * 32 + lane;
+                const int thread = threadIdx.x - (WARPS + 1) * 32;
                 for (int tile = begin / work.units; tile * (int)work.units < end; tile++) {
                     const int first = tile % work.row_blocks * WARPS;
-                    prefetch_factors(p, first, min(first + WARPS, tiles), thread, SHRINKERS * 32);
+                    prefetch_factors(p, first, min(first + WARPS, tiles), thread, SUMMERS * 32);
+                }
+                for (int index = blockIdx.x; index < Part::count(p); index += gridDim.x) {
+                    const Part part(p, index);
+                    const int rank0 = part.group * 64 * BOXES, ranks = min(64 * BOXES, p.lora.width - rank0);
+                    const uint16_t* a = p.lora.a + (long long)rank0 * p.k + part.first * 64;
+                    for (int i = thread; i < ranks * (part.last - part.first); i += SUMMERS * 32)
+                        prefetch(a + (long long)(i % ranks) * p.k + i / ranks * 64);
                 }
                 wait_for_predecessors();
                 float4* const sums = (float4*)(shared + (empty + STAGES * 8 - base));
-                make_slices<SHRINKERS, shrink_blocks<TOKENS, GROUPS>, shrink_unroll<TOKENS, GROUPS>, SHRINK_BARRIER>(
-                    p, sums, worker, lane);
-                sum_u<SHRINKERS, SHRINK_BARRIER>(p, sums, worker, lane);
+                sum_u<SUMMERS, SUM_BARRIER>(p, p.lora.slices * Part::token_blocks(p), sums, warp - WARPS - 1, lane);
                 return;
             }
         }
@@ -233,11 +286,34 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                     next_stage();
                 });
             };
-            // The weights of the first stages are on their way before the kernel that makes x has ended.
-            const int early = min(min(STAGES, end - begin), (int)work.units - unit);
+            // x and A of the parts of u, if any come here, take the first stages.
+            int taken = 0;
+            if constexpr (TOKENS < 256)
+                for (int index = blockIdx.x; index < Part::count(p); index += gridDim.x) {
+                    const Part part(p, index);
+                    taken += part.last - part.first;
+                }
+            // The weights of the next ones are on their way before the kernel that makes x has ended.
+            const int early = max(0, min(min(STAGES - taken, end - begin), (int)work.units - unit));
             const int unit0 = unit;
-            for (int s = 0; s < early; s++, unit++) load_weights(s);
+            for (int s = 0; s < early; s++, unit++) load_weights(taken + s);
             wait_for_predecessors();
+            if constexpr (TOKENS < 256)
+                for (int index = blockIdx.x; index < Part::count(p); index += gridDim.x) {
+                    const Part part(p, index);
+                    for (int window = part.first; window < part.last; window++) {
+                        const uint32_t bar = full + stage * 8;
+                        barrier_wait(empty + stage * 8, phase ^ 1);
+                        barrier_expect(bar, X_BYTES + BOXES * A_BYTES);
+                        tensor_load(x_base + stage * UNIT * X_BYTES, x_map, window * 64, part.token_block * TOKENS,
+                                    bar);
+#pragma unroll
+                        for (int i = 0; i < BOXES; i++)
+                            tensor_load(a_place<TOKENS, WARPS, UNIT>(x_base, w_base, stage) + i * A_BYTES, a_map,
+                                        window * 64, (part.group * BOXES + i) * 64, bar);
+                        next_stage();
+                    }
+                }
             unit = unit0;
             bool begins = unit == 0;
             for (int at = begin; at < end; at++) {
@@ -261,6 +337,33 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
         int stage = 0, phase = 0, at = begin;
         int tile = begin / work.units, unit = begin % work.units;
         const unsigned char* const w_warp = shared + (w_base - base) + warp * W_BYTES;
+        if constexpr (TOKENS < 256)
+            for (int index = blockIdx.x; index < Part::count(p); index += gridDim.x) {
+                const Part part(p, index);
+#pragma unroll
+                for (int b = 0; b < TOKENS / 8; b++) c[b][0] = c[b][1] = c[b][2] = c[b][3] = 0.0f;
+                for (int window = part.first; window < part.last; window++) {
+                    barrier_wait(full + stage * 8, phase);
+                    if (warp < BOXES * 4) {
+                        load_a(a[0], a_place<TOKENS, WARPS, UNIT>(x_base, w_base, stage) + (warp >> 2) * A_BYTES, warp,
+                               lane);
+                        const uint64_t x = x_descriptor(x_base + stage * UNIT * X_BYTES);
+                        wgmma_fence();
+#pragma unroll
+                        for (int j = 0; j < 4; j++) wgmma<TOKENS>(c, a[0][j], x + j * 2);
+                        wgmma_commit();
+                        wgmma_wait<0>();
+                    }
+                    if ((threadIdx.x & 127) == 0) barrier_arrive(empty + stage * 8);
+                    if (++stage == STAGES) stage = 0, phase ^= 1;
+                }
+#pragma unroll
+                for (int b = 0; b < TOKENS / 8; b++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) asm volatile("" : "+f"(c[b][i])::"memory");
+                wait_for_predecessors();  // the workspace
+                if (warp < BOXES * 4) leave_u<TOKENS, BOXES>(p, part, warp, lane, c);
+            }
         while (at < end) {
             const bool begins = unit == 0;
             const int stop = min((int)work.units, unit + end - at);

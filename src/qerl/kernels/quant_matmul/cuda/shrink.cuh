@@ -33,8 +33,8 @@ __device__ __forceinline__ int rank_tiles(const Params& p) {
 template <int WORKERS, int BLOCKS>
 constexpr int shrink_bytes = WORKERS * BLOCKS * 512;
 
-// The slices of u that fall to this block, by WORKERS warps, BLOCKS times eight tokens and UNROLL steps at a time.
-// sums: float4 [WORKERS][BLOCKS][32] in shared memory.
+// Few rows: the slices of u that fall to this block, by WORKERS warps, BLOCKS times eight tokens and UNROLL steps at a
+// time. sums: float4 [WORKERS][BLOCKS][32] in shared memory.
 template <int WORKERS, int BLOCKS, int UNROLL, int BARRIER>
 __device__ __forceinline__ void make_slices(const Params& p, float4* sums, int worker, int lane) {
     const Lora& l = p.lora;
@@ -122,15 +122,15 @@ __device__ __forceinline__ void leave_counters(const Params& p) {
     for (int i = 0; i < 2 + rank_tiles(p); i++) p.lora.counters[i] = 0;
 }
 
-// Many rows: every block sums its share of u.
+// Many rows: every block sums its share of u, once `arrivals` parts of each rank tile are there.
 template <int WORKERS, int BARRIER>
-__device__ __forceinline__ void sum_u(const Params& p, float4* sums, int worker, int lane) {
+__device__ __forceinline__ void sum_u(const Params& p, int arrivals, float4* sums, int worker, int lane) {
     const int tiles = rank_tiles(p), places = tiles * ((p.m + 7) / 8), slices = p.lora.slices;
     int done = 0;
 #pragma unroll 1
     for (int item = blockIdx.x; item < places; item += gridDim.x, done++) {
         const int tile = item % tiles, b = item / tiles;
-        if (lane == 0) poll(p.lora.counters + 2 + tile, slices);
+        if (lane == 0) poll(p.lora.counters + 2 + tile, arrivals);
         __syncwarp();
         sums[worker * 32 + lane] = sum_slices_of_u(p.lora, tile * (places / tiles) + b, places,
                                                    slices * worker / WORKERS, slices * (worker + 1) / WORKERS, lane);
