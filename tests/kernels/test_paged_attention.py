@@ -46,27 +46,29 @@ def test_op_is_well_formed() -> None:
 
 
 @pytest.mark.parametrize("sms", [132, 78])
-def test_clusters_fill_the_gpu_and_keep_parts_long(sms: int) -> None:
-    for sequences in (1, 2, 8, 31, 64, 256):
-        for kv_heads in (1, 4, 8):
-            for longest in (16, 100, 1280, 32768):
-                size = hopper.cluster_size(sequences, kv_heads, longest, sms)
-                assert size in hopper.CLUSTERS and (size == 1 or longest // size >= 64)
-                smaller = size // 2
-                assert size == 1 or sequences * kv_heads * smaller < 2 * sms
-                for warps in {4, hopper.block_warps(sequences * kv_heads * size, size, sms)}:
-                    assert (size, warps) in hopper.SHAPES
-    assert hopper.cluster_size(8, 4, 1280, 132) == 8 and hopper.cluster_size(256, 4, 1280, 132) == 1
-    assert hopper.block_warps(32, 8, 132) == 8 and hopper.block_warps(256, 8, 132) == 4
+def test_clusters_are_the_largest_that_leave_room_and_keep_parts_long(sms: int) -> None:
+    def fits(size: int) -> bool:
+        return sequences * kv_heads * size <= 0.75 * sms and longest >= 64 * size
+
+    for sequences, kv_heads, longest in itertools.product((1, 2, 8, 31, 64, 256), (1, 4, 8), (16, 100, 1280, 32768)):
+        size = hopper.cluster_size(sequences, kv_heads, longest, sms)
+        assert size in hopper.CLUSTERS and (size == 1 or fits(size))
+        assert size == hopper.CLUSTERS[-1] or not fits(2 * size)
+
+
+@pytest.mark.parametrize("sequences, longest, size", [
+    (1, 1280, 8), (1, 320, 4), (1, 63, 1), (4, 1280, 4), (4, 200, 2), (8, 1280, 2), (16, 1280, 1), (256, 1280, 1),
+])  # fmt: skip
+def test_cluster_of_an_h200(sequences: int, longest: int, size: int) -> None:
+    assert hopper.cluster_size(sequences, 4, longest, 132) == size
 
 
 def test_shared_memory_of_a_multiprocessor_suffices() -> None:
-    """228 KB, 1 KB of it taken by each block: for two blocks of four warps (three of short rows), or one of eight."""
-    for head_dim, element_size, (cluster, warps) in itertools.product(hopper.HEAD_DIMS, (1, 2), hopper.SHAPES):
-        short = cluster == 1 and head_dim * element_size <= 128
-        blocks = 3 if short else 8 // warps
-        taken = hopper.shared_bytes(head_dim, element_size, cluster, warps) + 1024
-        assert blocks * taken <= 228 * 1024, (head_dim, element_size, cluster, warps)
+    """228 KB, 1 KB of it taken by each block: for two blocks, three of short rows."""
+    for head_dim, element_size, cluster in itertools.product(hopper.HEAD_DIMS, (1, 2), hopper.CLUSTERS):
+        blocks = 3 if cluster == 1 and head_dim * element_size <= 128 else 2
+        taken = hopper.shared_bytes(head_dim, element_size, cluster) + 1024
+        assert blocks * taken <= 228 * 1024, (head_dim, element_size, cluster)
 
 
 @pytest.fixture(params=["triton", "cuda"])
@@ -87,26 +89,26 @@ def hopper_gpu() -> None:
 
 @pytest.mark.gpu
 @CACHES
-@pytest.mark.parametrize("shape", hopper.SHAPES, ids=str)
+@pytest.mark.parametrize("cluster", hopper.CLUSTERS)
 @pytest.mark.parametrize(
     "heads, kv_heads, head_dim, block_size", [(28, 4, 128, 16), (9, 3, 64, 32), (16, 1, 128, 128), (9, 1, 64, 16)]
 )
 @pytest.mark.parametrize("lengths", [(1,), (0, 15, 16, 17, 63, 65), (2000, 1, 700), (5,) * 200], ids=str)
 @pytest.mark.usefixtures("poisoned_memory", "hopper_gpu")
-def test_gpu_every_shape(
+def test_gpu_every_cluster_size(
     lengths: tuple[int, ...],
     heads: int,
     kv_heads: int,
     head_dim: int,
     block_size: int,
-    shape: tuple[int, int],
+    cluster: int,
     cache_dtype: torch.dtype | None,
 ) -> None:
     case = make_case(lengths, heads, kv_heads, head_dim, block_size, torch.bfloat16, "cuda", cache_dtype)
-    out = hopper.decode(*case.inputs, case.scale, shape)
+    out = hopper.decode(*case.inputs, case.scale, cluster)
     assert rms_ratio(out, case.expected) < 4e-3
     assert (out[case.context_lens == 0] == 0).all()
-    assert torch.equal(out, hopper.decode(*case.inputs, case.scale, shape))
+    assert torch.equal(out, hopper.decode(*case.inputs, case.scale, cluster))
 
 
 @pytest.mark.gpu

@@ -17,20 +17,20 @@ static void run_fiber() {
 }
 
 // Fibers take turns in order, or in reverse. Whether all came to an end.
-static bool run_cluster(int cluster, int warps, int shared_bytes, bool reverse) {
-    const int count = cluster * warps * 32;
+static bool run_cluster(int cluster, int shared_bytes, bool reverse) {
+    const int count = cluster * WARPS * 32;
     machine.cluster = Barrier{count};
     machine.blocks.assign(cluster, Block{});
     for (Block& block : machine.blocks) {
         block.shared.assign(shared_bytes, 0xff);  // NaN
-        block.warps.assign(warps, Warp{Barrier{32}});
-        block.barrier.expected = warps * 32;
+        block.warps.assign(WARPS, Warp{Barrier{32}});
+        block.barrier.expected = WARPS * 32;
     }
     machine.fibers.resize(count);
     for (int i = 0; i < count; i++) {
         Fiber& fiber = machine.fibers[i];
         fiber.stack.resize(1 << 16);
-        fiber.rank = i / (warps * 32), fiber.thread = i % (warps * 32), fiber.done = false;
+        fiber.rank = i / (WARPS * 32), fiber.thread = i % (WARPS * 32), fiber.done = false;
         fiber.open.clear(), fiber.groups.clear();
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = fiber.stack.data();
@@ -51,19 +51,19 @@ static bool run_cluster(int cluster, int warps, int shared_bytes, bool reverse) 
 }
 
 // 0: done; 1: deadlock; 2: no such kernel; 3: an address outside shared memory, or not aligned.
-extern "C" int emulate(int dim, int fp8, int cluster, int warps, const Params* params, int sequences, int shared_bytes,
-                       int eager, int reverse) {
+extern "C" int emulate(int dim, int fp8, int cluster, const Params* params, int sequences, int shared_bytes, int eager,
+                       int reverse) {
     const Params& p = *params;
     machine.eager = eager, out_of_range = false;
 #undef KERNEL
-#define KERNEL(PREFIX, FP8, D, C, W) \
-    if (dim == D && fp8 == FP8 && cluster == C && warps == W) body = [&p] { decode<D, FP8, C, W>(p); };
+#define KERNEL(PREFIX, FP8, D, C) \
+    if (dim == D && fp8 == FP8 && cluster == C) body = [&p] { decode<D, FP8, C>(p); };
     body = nullptr;
     KERNELS(, 0, 64) KERNELS(, 0, 128) KERNELS(, 1, 64) KERNELS(, 1, 128) if (!body) return 2;
     for (machine.row = 0; machine.row < sequences; machine.row++)
         for (int head = 0; head < p.kv_heads; head++) {
             machine.first_block = head * cluster;
-            if (!run_cluster(cluster, warps, shared_bytes, reverse)) return out_of_range ? 3 : 1;
+            if (!run_cluster(cluster, shared_bytes, reverse)) return out_of_range ? 3 : 1;
         }
     return 0;
 }

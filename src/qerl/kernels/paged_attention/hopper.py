@@ -17,16 +17,15 @@ _SOURCES = {torch.bfloat16: _FOLDER / "decode.cu", torch.float8_e4m3fn: _FOLDER 
 HEAD_DIMS = (64, 128)
 # A tile of the tensor core has 16 rows.
 MAX_GROUP = 16
+# Blocks of a cluster, as compiled.
 CLUSTERS = (1, 2, 4, 8)
-# (blocks of a cluster, warps of a block) that are compiled.
-SHAPES = ((1, 4), (2, 4), (4, 4), (8, 4), (8, 8))
-_TOKENS = 16
-# Stages of a warp's ring by bytes of a token's keys: two blocks of four warps share a multiprocessor, three where rows
-# are short and a block is a cluster of its own.
+_WARPS, _TOKENS = 4, 16
+# Stages of a warp's ring by bytes of a token's keys: two blocks share a multiprocessor, three where rows are short and
+# a block is a cluster of its own.
 _STAGES = {256: 3, 128: 4, 64: 6}
-# Blocks that share a multiprocessor, and tokens below which a block's part of a context is not cut.
 _BLOCKS_PER_SM = 2
-_MIN_PART = 64
+# Tokens below which a block's part of a context is not cut: a step of each warp.
+_MIN_PART = _WARPS * _TOKENS
 
 
 class _Params(ctypes.Structure):
@@ -70,23 +69,19 @@ def serves(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
 
 
 def cluster_size(sequences: int, num_kv_heads: int, longest: int, multiprocessors: int) -> int:
-    """Blocks that share a sequence and KV head, from shapes alone: enough to fill the GPU, each with enough to do."""
-    wanted = _BLOCKS_PER_SM * multiprocessors
-    fitting = [size for size in CLUSTERS if size == 1 or size * _MIN_PART <= longest]
-    return next((size for size in fitting if sequences * num_kv_heads * size >= wanted), fitting[-1])
+    """Blocks that share a sequence and KV head, from shapes alone: as many as leave a quarter of the multiprocessors
+    free (fitted to an H200: docs/log.md) and parts of `_MIN_PART` tokens; else one."""
+    pairs = sequences * num_kv_heads
+    fitting = [n for n in CLUSTERS if 4 * n * pairs <= 3 * multiprocessors and n * _MIN_PART <= longest]
+    return max(fitting, default=1)
 
 
-def block_warps(blocks: int, cluster: int, multiprocessors: int) -> int:
-    """Warps of a block: eight in the largest clusters if each block has a multiprocessor to itself."""
-    return 8 if cluster == CLUSTERS[-1] and blocks <= multiprocessors else 4
-
-
-def shared_bytes(head_dim: int, element_size: int, cluster: int, warps: int) -> int:
+def shared_bytes(head_dim: int, element_size: int, cluster: int) -> int:
     """Dynamic shared memory of a block: the rings, in which the warps' sums are merged afterwards, and what the other
     blocks of its cluster send it."""
     row = head_dim * element_size
     inbox = 16 * head_dim * 4 + 16 * 8 if cluster > 1 else 0
-    return warps * _STAGES[row] * 2 * _TOKENS * (row + 16) + inbox
+    return _WARPS * _STAGES[row] * 2 * _TOKENS * (row + 16) + inbox
 
 
 def decode(
@@ -96,21 +91,23 @@ def decode(
     block_table: torch.Tensor,
     context_lens: torch.Tensor,
     scale: float,
-    shape: tuple[int, int] | None = None,
+    cluster: int | None = None,
 ) -> torch.Tensor:
-    """Shapes as the public function; rows of `q` may be strided. One launch, of blocks as `shape` (one of `SHAPES`)
-    says or as fits."""
+    """Shapes as the public function; rows of `q` may be strided. One launch, of clusters of `cluster` blocks (one of
+    `CLUSTERS`) or as many as fit."""
     sequences = q.shape[0]
     num_kv_heads, head_dim = k_cache.shape[2:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     device = q.device.index
-    cluster, warps = shape or default_shape(sequences, k_cache, block_table, multiprocessor_count(device))
+    if cluster is None:
+        longest = block_table.shape[1] * k_cache.shape[1]
+        cluster = cluster_size(sequences, num_kv_heads, longest, multiprocessor_count(device))
     grid = (num_kv_heads * cluster, sequences, 1)
     overlap = dependent_launch(q.device)
     # Hints cost a trip to L2, which is hidden only where all blocks can be there before their predecessor has ended.
     hints = overlap and grid[0] * grid[1] <= _BLOCKS_PER_SM * multiprocessor_count(device)
     params = parameters(q, k_cache, v_cache, block_table, context_lens, out, scale, hints)
-    _launch(k_cache.dtype, head_dim, cluster, warps, grid, overlap, device)(params)
+    _launch(k_cache.dtype, head_dim, cluster, grid, overlap, device)(params)
     return out
 
 
@@ -135,23 +132,8 @@ def parameters(
 
 @cache
 def _launch(
-    dtype: torch.dtype,
-    head_dim: int,
-    cluster: int,
-    warps: int,
-    grid: tuple[int, int, int],
-    overlap: bool,
-    device: int,
+    dtype: torch.dtype, head_dim: int, cluster: int, grid: tuple[int, int, int], overlap: bool, device: int
 ) -> Launch:
     source = _SOURCES[dtype]
-    kernel = load_kernel(source, f"{source.stem}_{head_dim}_{cluster}_{warps}", 32 * warps, True, device)
-    return Launch(kernel, grid, shared_bytes(head_dim, dtype.itemsize, cluster, warps), overlap)
-
-
-def default_shape(
-    sequences: int, k_cache: torch.Tensor, block_table: torch.Tensor, multiprocessors: int
-) -> tuple[int, int]:
-    """The entry of `SHAPES` for these tensors."""
-    num_kv_heads = k_cache.shape[2]
-    cluster = cluster_size(sequences, num_kv_heads, block_table.shape[1] * k_cache.shape[1], multiprocessors)
-    return cluster, block_warps(sequences * num_kv_heads * cluster, cluster, multiprocessors)
+    kernel = load_kernel(source, f"{source.stem}_{head_dim}_{cluster}", 32 * _WARPS, True, device)
+    return Launch(kernel, grid, shared_bytes(head_dim, dtype.itemsize, cluster), overlap)
