@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from qerl.benchmarking.geometry import Geometry
 
 DEFAULT_ROWS = "1,2,8,16,32,64,128,256,512,1024,2048,4096,8192"
+FIXED_BATCHES, PLACES = "1,8,32,64,128,256", "32"
 PARTS = ("linears", "attention", "decode_ops", "dequantize", "quantizer")
 # A pass over more weights than this takes minutes on a CPU.
 CPU_PARAMETER_LIMIT = 1_000_000_000
@@ -46,7 +47,10 @@ def rollout(
     ] = "0",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 256,
     new: Annotated[int, typer.Option(min=2, help="Tokens to generate (fixed lengths).")] = 1024,
-    batch: Annotated[str, typer.Option(help="Sequences at once; several with commas.")] = "1,8,32,64,128,256",
+    batch: Annotated[
+        str | None,
+        typer.Option(help=f"Sequences at once; several with commas. [default: {FIXED_BATCHES}; lognormal: {PLACES}]"),
+    ] = None,
     lengths: Annotated[str, typer.Option(help="fixed, or lognormal: continuous against static batches.")] = "fixed",
     mean_new: Annotated[float, typer.Option(min=1, help="Mean length (lognormal).")] = 600,
     max_new: Annotated[int, typer.Option(min=1, help="Longest length (lognormal).")] = 4096,
@@ -78,7 +82,7 @@ def rollout(
     plan = {
         "weights": [part.strip() for part in weights.split(",")],
         "ranks": numbers("--lora-rank", lora_rank, lowest=0),
-        "batches": numbers("--batch", batch),
+        "batches": numbers("--batch", batch or (FIXED_BATCHES if lengths == "fixed" else PLACES)),
         "prefill": None if prefill is None else _sizes(prefill),
     }
 
