@@ -50,6 +50,7 @@ from qerl.trainer.preflight import (
 )
 from qerl.trainer.regroup import regroup
 from qerl.trainer.reward_arguments import check_reward_arguments
+from qerl.trainer.reward_trial import try_rewards
 from qerl.trainer.sampler import EpochRepeatSampler
 from qerl.trainer.timed_reward import TimedReward, timed
 
@@ -85,6 +86,7 @@ class QeRLTrainer(GRPOTrainer):
     Raises:
         ConfigError: anything that can be known to fail before step 1.
         RewardArgumentError: a reward function that cannot be called with the columns of the data.
+        RewardCallError: one that fails on a made-up group of the first row.
     """
 
     _tag_names = ("trl", "grpo", "qerl")
@@ -148,6 +150,8 @@ class QeRLTrainer(GRPOTrainer):
         # Every rank reads the packed weights itself, and may hold them in another layout than the first one: DDP must
         # not overwrite them with the first rank's bytes. (torch has no public name for this list.)
         self.model._ddp_params_and_buffers_to_ignore = packed_parameters(self.model)
+        if args.try_rewards and kwargs.get("environment_factory") is None:
+            try_rewards(self)
         self._timed_rewards = [f for f in rewards if isinstance(f, TimedReward)]
         self._low_ess_rollouts = 0
         self._rewards_per_func: torch.Tensor | None = None
