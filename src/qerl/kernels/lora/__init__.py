@@ -9,11 +9,11 @@ import torch
 
 from qerl.kernels.device import launch_on, multiprocessor_count
 from qerl.kernels.lora import reference
-from qerl.kernels.lora.packed import LoraSegment, PackedB
+from qerl.kernels.lora.packed import LoraSegment, PackedB, padded_rank
 from qerl.kernels.quant_matmul import hopper
 from qerl.kernels.rows import aligned_rows
 
-__all__ = ["MAX_SHRINK_ROWS", "LoraSegment", "PackedB", "lora_expand", "lora_shrink", "overlap_slot"]
+__all__ = ["MAX_SHRINK_ROWS", "LoraSegment", "PackedB", "lora_expand", "lora_shrink", "overlap_slot", "padded_rank"]
 
 # Above this many rows cuBLAS fills the GPU without splitting K.
 MAX_SHRINK_ROWS = 512
