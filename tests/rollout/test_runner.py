@@ -170,6 +170,19 @@ def test_an_adapter_layer_that_no_group_serves_is_an_error(tiny_checkpoints: dic
         DecoderRunner(model)
 
 
+def test_a_run_folder_given_for_its_adapter_is_told_where_that_is(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    model = policy(tiny_checkpoints["llama"])
+    model.save_pretrained(tmp_path / "adapter")
+    base = load_model(tiny_checkpoints["llama"], weights="nvfp4", dtype="float32", device="cpu")
+    with pytest.raises(
+        AdapterMismatchError, match=rf"holds no PEFT adapter .*; that of this run is .*{tmp_path.name}/adapter"
+    ):
+        load_adapter(base, tmp_path)
+    assert load_adapter(base, tmp_path / "adapter").peft_config
+
+
 def test_adapter_of_another_model_is_refused(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     policy(tiny_checkpoints["llama"]).save_pretrained(tmp_path / "adapter")
     engine, _, model = build_engine(

@@ -202,5 +202,5 @@ def _head_name(model: nn.Module) -> str:
 
 def _adapter_name(plan: ParityPlan) -> str:
     if plan.adapter is not None:
-        return plan.adapter.resolve().name
+        return "/".join(plan.adapter.resolve().parts[-2:])  # most adapters are called "adapter"
     return f"random, rank {plan.lora_rank}, scale {plan.adapter_scale}" if plan.lora_rank else "none"

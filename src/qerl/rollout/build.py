@@ -107,8 +107,10 @@ def load_adapter(model: nn.Module, adapter: str | Path, *, is_trainable: bool = 
     folder = Path(adapter)
     weights = folder / "adapter_model.safetensors"
     if not (folder / "adapter_config.json").is_file() or not weights.is_file():
+        of_run = folder / "adapter"
+        hint = f"; that of this run is {of_run}" if (of_run / "adapter_config.json").is_file() else ""
         raise AdapterMismatchError(
-            f"{folder} holds no PEFT adapter (adapter_config.json and adapter_model.safetensors)"
+            f"{folder} holds no PEFT adapter (adapter_config.json and adapter_model.safetensors){hint}"
         )
     config = prepare_lora_config(LoraConfig.from_pretrained(str(folder)), model)
     wrapped = PeftModel.from_pretrained(

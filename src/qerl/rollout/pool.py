@@ -77,11 +77,11 @@ class KVPool:
         kv, on_cpu = self.kv, self.runner.device.type != "cuda"
         bounded = ""
         if kv.num_blocks < worst_blocks:
-            wanted = (worst_blocks + 1) * self.block_bytes / 2**30
-            bounded = f"; work at its longest would take {wanted:.2f} GiB, samples wait where it does not fit"
+            wanted = _readable((worst_blocks + 1) * self.block_bytes)
+            bounded = f"; work at its longest would take {wanted}, samples wait where it does not fit"
         _log.info(
-            "KV cache: %.2f GiB%s, %d blocks of %d tokens%s",
-            kv.bytes / 2**30, " (taken as it fills)" if on_cpu else "", kv.num_blocks, kv.block_size, bounded,
+            "KV cache: %s%s, %d blocks of %d tokens%s",
+            _readable(kv.bytes), " (taken as it fills)" if on_cpu else "", kv.num_blocks, kv.block_size, bounded,
         )  # fmt: skip
 
     def release(self) -> None:
@@ -110,3 +110,7 @@ class KVPool:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         held = 0 if self.kv is None else self.kv.bytes
         return int(AUTO_CUDA_SHARE * (torch.cuda.mem_get_info(device)[0] + cached + held))
+
+
+def _readable(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / 2**20:.1f} MiB"
