@@ -190,6 +190,9 @@ def test_a_trial_is_one_group_of_the_first_row_and_counts_for_nothing(trainer: A
     rewards = [Noted(), CorrectnessReward(task=None, pool=None)]
     torch.manual_seed(0)
     made = trainer(reward_funcs=rewards)
+    assert not rewards[0].calls, "a function may refer to the trainer, which is not there yet"
+    for _ in range(2):
+        made.try_rewards()
     (call,) = rewards[0].calls
     assert call["completions"] == [[{"role": "assistant", "content": TRIAL_COMPLETION}]] * 4
     assert call["prompts"] == [[{"role": "user", "content": "say 0"}]] * 4 and call["answer"] == ["0"] * 4
@@ -199,11 +202,12 @@ def test_a_trial_is_one_group_of_the_first_row_and_counts_for_nothing(trainer: A
     assert made.take_reward_seconds() == 0 and made.last_answers == []
     assert not made._pending_extra_logs and not made._pending_metrics
     off = trainer(reward_funcs=rewards, try_rewards=False)
+    off.try_rewards()
     assert len(rewards[0].calls) == 1
     # What the run draws does not depend on the trial: the trial gave its random numbers back.
     states = []
     for use in (True, False):
-        trainer(reward_funcs=Noted(), try_rewards=use)
+        trainer(reward_funcs=Noted(), try_rewards=use).try_rewards()
         states.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
     assert states[0] == states[1] and off.args.try_rewards is False
 
@@ -222,19 +226,20 @@ def test_every_reward_is_tried_async_ones_on_the_loop_of_later_calls(trainer: An
         return [1.0]
 
     made = trainer(reward_funcs=[letter_reward, judged], max_steps=1)
+    made.try_rewards()
     assert loops == [made.async_loop]
     made.train()
-    assert set(loops) == {made.async_loop} and len(loops) > 1
+    assert set(loops) == {made.async_loop} and len(loops) == 2, "tried once, and the one update"
     with pytest.raises(RewardCallError, match="'broken' raised KeyError: 'score'") as caught:
-        trainer(reward_funcs=[letter_reward, broken])
+        trainer(reward_funcs=[letter_reward, broken]).train()
     assert isinstance(caught.value.__cause__, KeyError) and "in broken" in caught.value.details
     with pytest.raises(RewardCallError, match="'short' returned 1 rewards for 4 completions"):
-        trainer(reward_funcs=[short])
+        trainer(reward_funcs=[short]).train()
 
 
 def test_plain_text_prompts_are_tried_with_texts(trainer: Any) -> None:
     reward = Noted()
-    trainer(reward_funcs=reward, dataset=Dataset.from_list([{"prompt": f"say {i}"} for i in range(12)]))
+    trainer(reward_funcs=reward, dataset=Dataset.from_list([{"prompt": f"say {i}"} for i in range(12)])).try_rewards()
     assert reward.calls[0]["completions"] == [TRIAL_COMPLETION] * 4 and reward.calls[0]["prompts"] == ["say 0"] * 4
 
 

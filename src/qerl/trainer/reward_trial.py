@@ -28,7 +28,7 @@ def try_rewards(trainer: "QeRLTrainer") -> None:
     Nothing is done with streaming data, whose first row would be taken.
 
     Args:
-        trainer: after TRL's constructor, without environments (which only a rollout makes).
+        trainer: without environments (which only a rollout makes).
 
     Raises:
         RewardCallError: naming the function, its own exception as the cause.
