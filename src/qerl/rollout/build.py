@@ -56,7 +56,7 @@ def make_engine(
     if max_model_len > limit:
         raise ValueError(
             f"prompt + completion may reach {max_model_len} tokens, but the model has {limit} positions: lower "
-            "max_prompt_length or max_completion_length"
+            "max_model_len (of a training run: max_prompt_length or max_completion_length)"
         )
     useful = min(limit, max(max_model_len, useful_model_len or 0))
     if backend == "transformers":
