@@ -18,7 +18,7 @@ ALLOWED = {
     "tasks": {"sandbox"},
     "rollout": {"nn", "kernels", "formats"},
     "evaluation": {"rollout", "tasks", "nn", "formats"},
-    "benchmarking": {"evaluation", "rollout", "nn", "kernels", "formats"},
+    "benchmarking": {"trainer", "evaluation", "rollout", "nn", "kernels", "formats"},
     "serving": {"evaluation", "rollout", "nn"},
     "trainer": {"evaluation", "rollout", "rl", "tasks", "nn", "kernels", "formats"},
     "cli": {

@@ -4,18 +4,21 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from qerl.benchmarking import rollout as rollout_bench
+from qerl.benchmarking.first_token import CompileCaches, triton_cache_dir
 from qerl.benchmarking.subject import build_subject
 from qerl.benchmarking.timing import CheckFailedError
 from qerl.cli.main import app
+from qerl.rollout.config import EngineStats
 from qerl.rollout.core import SamplingParams
 
 runner = CliRunner()
 ROLLOUT_KEYS = {
     "model", "batch", "weights", "lora_rank", "kv_dtype", "head_dtype", "prompt", "new", "tokens_per_s", "ms_per_step",
-    "roofline_share", "peak_gb",
+    "roofline_share", "peak_gb", "graph_captures", "slowest_step_ms",
 }  # fmt: skip
 KERNEL_KEYS = {"model", "layer", "M", "lora_rank", "us", "bf16_us", "roofline_us", "path"}
 
@@ -41,7 +44,12 @@ def test_rollout_rows(tiny_config: Path, tmp_path: Path) -> None:
         assert row.keys() >= ROLLOUT_KEYS
         assert row["model"] == "tiny" and 0 < row["roofline_share"] < 1
         assert row["tokens_per_s"] == pytest.approx(1e3 * row["batch"] / row["ms_per_step"], rel=1e-3)
-        assert row["parity"] < 1e-3
+        assert row["parity"] < 1e-3 and row["graph_captures"] == 0
+        assert row["slowest_step_ms"] >= 0.99 * row["ms_per_step"]
+    for model in written["models"]:
+        assert 0 < model["first_token_s"] < 10 and model["first_token_prompt"] == 9
+        assert model["compile_caches"] == "none", "nothing is compiled for a CPU"
+    assert "(compile caches: none)" in result.output
     assert len(written["rows"]) - len(ours) == 2
     assert [(row["sequences"], row["prompt"]) for row in written["prefill"]] == [(2, 8)] * 4
     assert written["ceilings"]["read_tb_s"] > 0
@@ -94,6 +102,78 @@ def test_long_tailed_lengths(tiny_config: Path, tmp_path: Path) -> None:
     assert row["mean_new"] == pytest.approx(12, abs=0.5)
     ratio = row["tokens_per_s"] / row["static_tokens_per_s"]
     assert row["continuous_over_static"] == pytest.approx(ratio, rel=0.01)
+    assert row["static_runs"] == 1, "of the two static batches of four, the longer one"
+
+
+def test_a_static_batch_takes_the_time_of_the_longest_one_up_to_its_end(
+    tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three batches of two (9, 4 and 7 steps) and a rest of one (3 steps), on a clock that counts passes."""
+    subject = build_subject(tiny_config, weights="nvfp4", lora_rank=0, device="cpu")
+    engine = rollout_bench.make_engine(subject, 2, 32)
+    prompts = rollout_bench.random_prompts(7, 6, subject.geometry.vocab)
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(rollout_bench, "perf_counter", lambda: float(next(ticks)))
+    asked: list[tuple[int, int]] = []
+    timed = rollout_bench._timed
+
+    def noted(engine, prompts, new, clock=None):  # type: ignore[no-untyped-def]
+        asked.append((len(prompts), new))
+        return timed(engine, prompts, new, clock)
+
+    monkeypatch.setattr(rollout_bench, "_timed", noted)
+    seconds, runs = rollout_bench._static_seconds(engine, prompts, [9, 2, 4, 1, 3, 7, 3], 2)
+    assert asked == [(2, 9), (1, 3)] and runs == 2
+    # The clock is read once before the run starts to be timed, too.
+    assert seconds == (9 + 1) + (4 + 1) + (7 + 1) + (3 + 1)
+
+
+def test_a_clock_tells_steps_from_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 5.0, 6.0, 8.0, 8.5])
+    monkeypatch.setattr(rollout_bench, "perf_counter", lambda: next(times))
+    clock = rollout_bench.StepClock(2)
+    for tokens in (1, 3, 5, 7):  # the prefill of one prompt, of the other beside a step, then two steps
+        clock(0, 2, tokens)
+    assert clock.slowest_ms == 2000.0
+    assert [clock.seconds_until(tokens) for tokens in (1, 2, 5, 7)] == [5.0, 6.0, 8.0, 8.5]
+    with pytest.raises(CheckFailedError, match="7 tokens came, 8 were asked"):
+        clock.seconds_until(8)
+
+
+def test_warm_ups_go_on_until_nothing_is_captured() -> None:
+    class Engine:
+        stats = EngineStats()
+
+    captures = iter([0, 3, 1, 0, 5])
+    runs: list[int] = []
+
+    def run() -> None:
+        Engine.stats.graph_captures = next(captures)
+        runs.append(Engine.stats.graph_captures)
+
+    rollout_bench.warm_up(Engine(), run)
+    assert runs == [0, 3, 1, 0], "a size met for the first time is captured at the second"
+    with pytest.raises(CheckFailedError, match="2 graphs were captured in warm-up 5"):
+        rollout_bench.warm_up(Engine(), lambda: setattr(Engine.stats, "graph_captures", 2))
+
+
+def test_the_state_of_the_compile_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "ours"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    gpu = torch.device("cuda")
+    (tmp_path / "triton" / "empty").mkdir(parents=True)
+    first = CompileCaches(gpu)
+    assert [first.take_state(), first.take_state()] == ["cold", "process"]
+    for folder in (tmp_path / "triton" / "empty", tmp_path / "ours" / "qerl" / "kernels"):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "kernel.cubin"
+        file.write_bytes(b"1")
+        assert CompileCaches(gpu).take_state() == "disk"
+        file.unlink()
+    assert CompileCaches(torch.device("cpu")).take_state() == "none"
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    assert triton_cache_dir() == tmp_path / ".triton" / "cache"
 
 
 def test_a_session_gives_every_request_its_length(tiny_config: Path) -> None:

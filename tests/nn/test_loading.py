@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from qerl.formats.base import FormatError, get_format
 from qerl.formats.quantizer import quantize
 from qerl.nn.linear import QuantLinear
-from qerl.nn.loading import ModelLoadError, eos_token_ids, load_model
+from qerl.nn.loading import DeviceError, ModelLoadError, eos_token_ids, load_model, resolve_device
 from qerl.nn.memory import model_memory
 from qerl.nn.norm import RMSNorm, aqn_norms
 from qerl.nn.surgery import install_norms, quant_groups
@@ -179,3 +179,17 @@ def test_an_mxfp4_group_that_nvfp4_cannot_hold_stays_16_bit_with_its_values(
 def test_every_eos_id_counts() -> None:
     model = tiny_model()
     assert eos_token_ids(model, 7) == (model.config.eos_token_id, model.config.pad_token_id, 7)
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("gpu", "device 'gpu' is unknown: use auto, cpu, cuda"),
+        ("mps", "device 'mps' is not supported"),
+        ("cuda:99", r"'cuda:99' was asked for, but torch .* finds \d+ GPUs"),
+    ],
+)
+def test_a_device_that_is_not_here_is_named(device: str, words: str, tiny_checkpoints: dict[str, Path]) -> None:
+    with pytest.raises(DeviceError, match=words):
+        load_model(tiny_checkpoints["llama"], device=device)
+    assert resolve_device("cpu") == resolve_device(torch.device("cpu")) == torch.device("cpu")

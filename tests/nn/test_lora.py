@@ -6,6 +6,8 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from qerl.kernels.lora import padded_rank
+from qerl.nn.linear import QuantLinear
 from qerl.nn.loading import load_model
 from qerl.nn.lora import AdapterError, LoraQuantLinear, lora_layers, lora_matmul, prepare_lora_config
 
@@ -38,6 +40,30 @@ def test_formula_and_all_gradients() -> None:
     assert (found - expected).norm() / expected.norm() < 1e-6
     for f, e in zip(found_grads, expected_grads, strict=True):
         assert (f - e).norm() / e.norm() < 1e-6
+
+
+@pytest.mark.parametrize("rank", [1, 8, 12])
+def test_the_product_that_rounds_once_gets_ranks_in_multiples_of_8(
+    rank: int, tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernels' path in place of the CPU's (which has none): the same values, and gradients of the masters."""
+    model = wrapped(tiny_checkpoints["llama"], r=rank)
+    randomize(model)
+    expected = model(IDS).logits
+    grads = torch.autograd.grad(expected.square().sum(), [p for p in model.parameters() if p.requires_grad])
+    ranks = set()
+
+    def once(self, x, a, b):  # type: ignore[no-untyped-def]
+        ranks.add((a.shape[0], b.shape[1]))
+        return self(x) + x @ a.t() @ b.t()
+
+    monkeypatch.setattr(QuantLinear, "forward_with_lora", once)
+    found = model(IDS).logits
+    assert ranks == {(padded_rank(rank),) * 2} and padded_rank(rank) == {1: 8, 8: 8, 12: 16}[rank]
+    assert (found - expected).norm() / expected.norm() < 1e-5
+    found_grads = torch.autograd.grad(found.square().sum(), [p for p in model.parameters() if p.requires_grad])
+    for f, e in zip(found_grads, grads, strict=True):
+        assert f.shape == e.shape and (f - e).norm() / e.norm() < 1e-4
 
 
 def test_every_linear_is_wrapped_and_only_masters_train(tiny_checkpoints: dict[str, Path]) -> None:

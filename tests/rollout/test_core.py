@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from qerl.rollout.core import MIN_TEMPERATURE, SamplingParams
+from qerl.rollout.core import MIN_TEMPERATURE, GreedySamplesError, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,12 @@ def test_value_outside_its_range_is_named(field: str, value: object) -> None:
     shown = "-7" if field == "stop_token_ids" else str(value)
     with pytest.raises(ValueError, match=f"{field}.*{shown}"):
         SamplingParams(**{field: value})
+
+
+def test_several_greedy_samples_are_refused() -> None:
+    with pytest.raises(GreedySamplesError, match=r"n=3 at temperature 0 makes 3 equal samples: set temperature above"):
+        SamplingParams(n=3, temperature=0.0)
+    assert SamplingParams(n=1, temperature=0.0).greedy
 
 
 def test_sampling_params_cannot_be_changed() -> None:

@@ -9,6 +9,7 @@ from hash_runner import EOS, VOCAB, HashRunner, assert_same, make_engine, random
 
 from qerl.rollout.core import NonFiniteLogitsError, NotTokenIdsError, RequestTooLongError, SamplingParams
 from qerl.rollout.engine import EngineConfig, RolloutEngine
+from qerl.rollout.graphs import StepGraphs
 from qerl.rollout.kv_cache import blocks_for_tokens
 
 
@@ -16,10 +17,11 @@ from qerl.rollout.kv_cache import blocks_for_tokens
 def test_random_mixes_match_the_naive_generator(seed: int) -> None:
     rng = random.Random(seed)
     block_size, longest = rng.randint(1, 16), rng.choice([3, 20, 60])
+    temperature = rng.choice([0.0, 0.7, 1.0, 1.5])
     sampling = SamplingParams(
-        n=rng.randint(1, 5),
+        n=rng.randint(1, 5) if temperature else 1,
         max_tokens=rng.randint(1, 25),
-        temperature=rng.choice([0.0, 0.7, 1.0, 1.5]),
+        temperature=temperature,
         seed=seed,
         ignore_eos=rng.random() < 0.3,
         stop_token_ids=rng.choice([(), (4,), (4, 9)]),
@@ -42,11 +44,25 @@ def test_many_requests_with_preemption(temperature: float) -> None:
     rng = random.Random(7)
     engine = make_engine(block_size=4, num_blocks=150, max_num_seqs=64, max_batch_tokens=256)
     prompts = random_prompts(rng, 300, 24)
-    sampling = SamplingParams(n=4, max_tokens=24, temperature=temperature, ignore_eos=True)
+    n = 4 if temperature else 1
+    prompts *= 4 // n
+    sampling = SamplingParams(n=n, max_tokens=24, temperature=temperature, ignore_eos=True)
     engine.runner.engine = None  # checked step by step in the smaller mixes above
     assert_same(engine, prompts, sampling)
     assert engine.stats.preemptions > 20
     assert engine.stats.num_samples == 1200
+
+
+def test_graphs_are_cleared_before_the_decoder_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clearing waits for replays in flight; dropping alone would not."""
+    engine, cleared = make_engine(block_size=4), []
+    monkeypatch.setattr(StepGraphs, "clear", lambda graphs: cleared.append(graphs))
+    for drop in (engine.reset, lambda: engine.generate([[1] * 40], SamplingParams(n=3, max_tokens=20))):
+        engine.generate([[1, 2]], SamplingParams(max_tokens=2))
+        graphs = engine.decoder.graphs
+        drop()
+        assert cleared.pop() is graphs and not cleared
+        assert engine.decoder is None or engine.decoder.graphs is not graphs
 
 
 def test_the_cache_size_changes_no_result() -> None:

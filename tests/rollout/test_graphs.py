@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from qerl.rollout.graphs import CudaCapture, GraphCaptureError
+from qerl.rollout.graphs import MAX_KINDS, CudaCapture, GraphCaptureError, StepGraphs
 
 
 class FakeGraph:
@@ -55,3 +55,65 @@ def test_step_that_waits_for_the_device_is_named(captures: list[tuple[object, ob
 
     with pytest.raises(GraphCaptureError, match=r"not permitted.*cuda_graphs=False"):
         CudaCapture(torch.device("cpu"))(waits)
+
+
+def test_capture_waits_for_its_own_device(captures: list[tuple[object, object]], monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    waited: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    CudaCapture(torch.device("cpu")).wait()
+    assert waited == [torch.device("cpu")]
+
+
+class Replay:
+    """A graph on a device that takes its time: running from its replay until the device is waited for."""
+
+    def __init__(self, kind: int, running: set[int], events: list[str]) -> None:
+        self.kind, self.running, self.events = kind, running, events
+
+    def __call__(self) -> None:
+        self.running.add(self.kind)
+
+    def __del__(self) -> None:
+        self.events.append(f"{self.kind} destroyed{' while it ran' if self.kind in self.running else ''}")
+
+
+@pytest.fixture
+def device() -> tuple[StepGraphs, list[str]]:
+    """Graphs of kinds 0, 1, ... (in the order of capture), all replayed and not waited for; what happened to them."""
+    running: set[int] = set()
+    events: list[str] = []
+
+    def wait() -> None:
+        events.append("waited")
+        running.clear()
+
+    kinds = iter(range(100))
+    graphs = StepGraphs(lambda step: Replay(next(kinds), running, events), wait)
+    for kind in range(MAX_KINDS):
+        for _ in range(2):
+            graphs.run(kind, 1, lambda: None)
+    assert len(running) == MAX_KINDS and not events
+    return graphs, events
+
+
+def test_the_oldest_kind_is_destroyed_after_its_replay(device: tuple[StepGraphs, list[str]]) -> None:
+    graphs, events = device
+    graphs.run("one more", 1, lambda: None)
+    assert events == ["waited", "0 destroyed"]
+
+
+def test_a_kind_without_graphs_is_forgotten_at_once(device: tuple[StepGraphs, list[str]]) -> None:
+    graphs, events = device
+    graphs.validate("moved")
+    for kind in range(2 * MAX_KINDS):  # each met once
+        graphs.run(kind, 1, lambda: None)
+    assert events == ["waited", *(f"{kind} destroyed" for kind in range(MAX_KINDS))]
+
+
+@pytest.mark.parametrize("forget", [StepGraphs.clear, lambda graphs: graphs.validate("moved")])
+def test_all_graphs_are_destroyed_after_their_replays(device: tuple[StepGraphs, list[str]], forget) -> None:  # type: ignore[no-untyped-def]
+    graphs, events = device
+    forget(graphs)
+    assert events == ["waited", *(f"{kind} destroyed" for kind in range(MAX_KINDS))]
+    forget(graphs)
+    assert len(events) == MAX_KINDS + 1, "nothing is left to wait for"

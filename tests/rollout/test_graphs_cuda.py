@@ -48,7 +48,7 @@ def flat(outputs: list[list[CompletionOutput]]) -> list[CompletionOutput]:
     "sampling",
     [
         SamplingParams(n=20, max_tokens=120, seed=1),
-        SamplingParams(n=20, max_tokens=60, temperature=0.0, ignore_eos=True),
+        SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True),
         SamplingParams(n=20, max_tokens=60, temperature=0.8, top_p=0.9, top_k=40, min_p=0.01),
     ],
     ids=["plain", "greedy", "truncated"],
@@ -56,10 +56,11 @@ def flat(outputs: list[list[CompletionOutput]]) -> list[CompletionOutput]:
 def test_graphs_change_no_bit(weights: str, sampling: SamplingParams, tmp_path: Path) -> None:
     model = policy(tmp_path, weights=weights)
     graphed, eager = engine_of(model), engine_of(model, cuda_graphs=False)
-    expected = eager.generate(PROMPTS, sampling)
+    prompts = PROMPTS * (20 // sampling.n)
+    expected = eager.generate(prompts, sampling)
     assert eager.stats.graph_replays == 0
     for _ in range(3):
-        assert graphed.generate(PROMPTS, sampling) == expected
+        assert graphed.generate(prompts, sampling) == expected
     assert graphed.stats.graph_captures == 0
     assert graphed.stats.graph_replays == graphed.stats.decode_steps > 50
 

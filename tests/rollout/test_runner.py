@@ -87,6 +87,29 @@ def test_a_packed_head_is_the_same_for_engine_trainer_and_transformers(
     assert largest_difference(other, outputs, 0.7) > 1e-2
 
 
+def test_ranks_of_a_group_are_filled_up_alike(tiny_checkpoints: dict[str, Path], monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Ranks 5, 8 and 12 in one group kept the engine, and not the trainer, from adding LoRA before it rounds."""
+    model = load_model(tiny_checkpoints["qwen2"], weights="nvfp4", dtype="float32", device="cpu")
+    ranks = {"q_proj": 5, "k_proj": 8, "v_proj": 12}
+    config = LoraConfig(r=4, rank_pattern=ranks, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(model, prepare_lora_config(config, model)).eval()
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
+    empty = torch.empty
+    monkeypatch.setattr("qerl.kernels.lora.packed.torch.empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
+    engine = engine_for(model)
+    for group in engine.runner.shadows.groups:
+        assert all(segment.rank % 8 == 0 and segment.rank_start % 8 == 0 for segment in group.b.segments)
+        assert group.a.shape[0] == sum(segment.rank for segment in group.b.segments)
+    qkv = engine.runner.shadows.groups[0]
+    assert [(s.rank_start, s.rank) for s in qkv.b.segments] == [(0, 8), (8, 8), (16, 16)]
+    assert not qkv.a[5:8].any() and not qkv.b.views[0][:, 5:].any() and not qkv.b.views[2][:, 12:].any()
+    outputs = engine.generate(PROMPTS, SamplingParams(n=2, max_tokens=12, seed=1))
+    assert largest_difference(model, outputs, 1.0) < 1e-5
+
+
 @pytest.mark.parametrize("rank", [1, 16, 64, 256])
 def test_adapter_scaling_at_any_rank(rank: int, tiny_checkpoints: dict[str, Path]) -> None:
     """Case 23: rank 64 with alpha 128 and others."""
@@ -127,7 +150,7 @@ def test_noise_acts_on_both_sides_alike_and_leaves_nothing(tiny_checkpoints: dic
 
 
 def test_no_weight_is_copied(tiny_checkpoints: dict[str, Path]) -> None:
-    model = policy(tiny_checkpoints["llama"])
+    model = policy(tiny_checkpoints["llama"], rank=8)
     runner = DecoderRunner(model)
     layer = model.get_base_model().model.layers[0]
     assert runner.layers[0].qkv.group.packed is layer.self_attn.q_proj.base_layer.group.packed
@@ -145,6 +168,19 @@ def test_an_adapter_layer_that_no_group_serves_is_an_error(tiny_checkpoints: dic
     model.get_base_model().model.add_module("stray", LoraQuantLinear(stray, "default", config, r=2, lora_alpha=2))
     with pytest.raises(AdapterMismatchError, match=r"1 adapter layers would not reach the engine: .*stray"):
         DecoderRunner(model)
+
+
+def test_a_run_folder_given_for_its_adapter_is_told_where_that_is(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    model = policy(tiny_checkpoints["llama"])
+    model.save_pretrained(tmp_path / "adapter")
+    base = load_model(tiny_checkpoints["llama"], weights="nvfp4", dtype="float32", device="cpu")
+    with pytest.raises(
+        AdapterMismatchError, match=rf"holds no PEFT adapter .*; that of this run is .*{tmp_path.name}/adapter"
+    ):
+        load_adapter(base, tmp_path)
+    assert load_adapter(base, tmp_path / "adapter").peft_config
 
 
 def test_adapter_of_another_model_is_refused(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -32,10 +32,11 @@ def assert_request(streams: Streams, request_id: int, prompt: list[int], samplin
 
 
 def random_sampling(rng: random.Random, temperatures: tuple[float, ...]) -> SamplingParams:
+    temperature = rng.choice(temperatures)
     return SamplingParams(
-        n=rng.choice([1, 1, 1, 3]),
+        n=rng.choice([1, 1, 1, 3]) if temperature else 1,
         max_tokens=rng.randint(1, 20),
-        temperature=rng.choice(temperatures),
+        temperature=temperature,
         seed=rng.randrange(100),
         ignore_eos=rng.random() < 0.3,
         stop_token_ids=rng.choice([(), (4,), (4, 9)]),

@@ -181,6 +181,7 @@ def test_a_body_of_another_type_is_refused(running) -> None:
         ({"model": "tiny", "prompt": "x", "top_p": 0}, 400, "top_p"),
         ({"model": "tiny", "prompt": "x", "n": 0}, 400, "n must be"),
         ({"model": "tiny", "prompt": "x", "n": True}, 400, "n must be"),
+        ({"model": "tiny", "prompt": "x", "n": 2, "temperature": 0}, 400, "n=2 at temperature 0 makes 2 equal samples"),
         ({"model": "tiny", "prompt": "x", "max_tokens": 1000}, 400, "max_tokens"),
         ({"model": "tiny", "prompt": "x" * 600}, 400, "512 tokens, but 600"),
         ({"model": "tiny", "prompt": "x", "stop": [""]}, 400, "stop"),

@@ -1,10 +1,13 @@
 """Mistakes in a user's reward function: found before step 1 where possible, named, and no folder is lost to them."""
 
+import asyncio
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -14,8 +17,10 @@ from typer.testing import CliRunner
 
 from qerl.cli.main import app
 from qerl.evaluation.run_log import RunExistsError, clear_failed_start, update_summary
+from qerl.tasks.rewards import CorrectnessReward
 from qerl.trainer.parsing import build_configs
 from qerl.trainer.reward_arguments import RewardArgumentError, check_reward_arguments
+from qerl.trainer.reward_trial import TRIAL_COMPLETION
 from qerl.trainer.run import resume_checkpoint
 from qerl.trainer.timed_reward import RewardCallError, TimedReward
 from qerl.trainer.trainer import QeRLTrainer
@@ -99,14 +104,25 @@ def test_what_trl_takes_is_left_alone(returned: Any) -> None:
     assert len(TimedReward(lambda **kwargs: returned)(completions=["a", "b"])) == 2
 
 
+RAISING = """
+calls = []
+
+def reward(completions, **kwargs):
+    return [1 / 0 for c in completions]
+
+def later(completions, **kwargs):
+    calls.append(completions)
+    return [0.0 if len(calls) == 1 else 1 / 0 for c in completions]
+"""
+
+
 @pytest.fixture
 def recipe(tiny_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One update on a task file with an evaluation before it, and ``bad.py:reward``, which raises."""
+    """One update on a task file with an evaluation before it, and a reward function that raises when it is tried."""
     monkeypatch.setattr("qerl.cli.progress.quiet_libraries", lambda: None)
     rows = [{"question": f"{i} + 1 =", "answer": str(i + 1)} for i in range(8)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = "def reward(completions, **kwargs):\n    return [1 / 0 for c in completions]\n"
-    (tmp_path / "raising_reward.py").write_text(source)
+    (tmp_path / "raising_reward.py").write_text(RAISING)
     values = {
         "model": str(tiny_checkpoints["qwen2"]),
         "task": str(tmp_path / "sums.jsonl"),
@@ -129,15 +145,22 @@ def recipe(tiny_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytes
     return tmp_path / "r.yaml"
 
 
-def test_a_raising_reward_is_one_error_and_the_folder_can_be_used_again(recipe: Path, tmp_path: Path) -> None:
-    runner = CliRunner()
-    failed = runner.invoke(app, ["train", "--config", str(recipe)])
+def test_a_raising_reward_is_one_error_before_anything_is_evaluated(recipe: Path, tmp_path: Path) -> None:
+    failed = CliRunner().invoke(app, ["train", "--config", str(recipe)])
     assert failed.exit_code == 2, failed.output
     lines = failed.stderr.splitlines()
     start = lines.index("error: reward function 'reward' raised ZeroDivisionError: division by zero")
-    assert 'raising_reward.py", line 2, in reward' in lines[start + 1]
+    assert 'raising_reward.py", line 5, in reward' in lines[start + 1]
     assert not any("trl" in line or "Traceback" in line for line in lines[start:])
-    run = tmp_path / "run"
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_after_a_reward_that_raises_later_the_folder_can_be_used_again(recipe: Path, tmp_path: Path) -> None:
+    runner, run = CliRunner(), tmp_path / "run"
+    failed = runner.invoke(
+        app, ["train", "--config", str(recipe), "--reward_funcs", f"[{tmp_path}/raising_reward.py:later]"]
+    )
+    assert failed.exit_code == 2 and "reward function 'later' raised ZeroDivisionError" in failed.stderr
     assert "before" in json.loads((run / "summary.json").read_text())
     again = ["train", "--config", str(recipe), "--reward_funcs", "[]", "--rewards", "[format]"]
     fixed = runner.invoke(app, [*again, "--evaluate_before", "false"])
@@ -147,6 +170,77 @@ def test_a_raising_reward_is_one_error_and_the_folder_can_be_used_again(recipe: 
     assert not (run / "eval-before").exists()
     third = runner.invoke(app, again)
     assert third.exit_code == 2 and "already holds a run without a checkpoint" in third.stderr
+
+
+class Noted:
+    """A reward that notes its calls and draws from every generator."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, completions, log_extra, log_metric, **columns):  # type: ignore[no-untyped-def]
+        self.calls.append({"completions": completions, **columns})
+        log_extra("seen", [1] * len(completions))
+        log_metric("calls", len(self.calls))
+        draws = random.random() + float(np.random.rand()) + float(torch.rand(()))
+        return [draws] * len(completions)
+
+
+def test_a_trial_is_one_group_of_the_first_row_and_counts_for_nothing(trainer: Any) -> None:
+    rewards = [Noted(), CorrectnessReward(task=None, pool=None)]
+    torch.manual_seed(0)
+    made = trainer(reward_funcs=rewards)
+    assert not rewards[0].calls, "a function may refer to the trainer, which is not there yet"
+    for _ in range(2):
+        made.try_rewards()
+    (call,) = rewards[0].calls
+    assert call["completions"] == [[{"role": "assistant", "content": TRIAL_COMPLETION}]] * 4
+    assert call["prompts"] == [[{"role": "user", "content": "say 0"}]] * 4 and call["answer"] == ["0"] * 4
+    ids = call["completion_ids"]
+    assert len(ids) == 4 and made.processing_class.decode(ids[0]) == TRIAL_COMPLETION
+    assert call["trainer_state"] is made.state and made.state.global_step == 0
+    assert made.take_reward_seconds() == 0 and made.last_answers == []
+    assert not made._pending_extra_logs and not made._pending_metrics
+    off = trainer(reward_funcs=rewards, try_rewards=False)
+    off.try_rewards()
+    assert len(rewards[0].calls) == 1
+    # What the run draws does not depend on the trial: the trial gave its random numbers back.
+    states = []
+    for use in (True, False):
+        trainer(reward_funcs=Noted(), try_rewards=use).try_rewards()
+        states.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+    assert states[0] == states[1] and off.args.try_rewards is False
+
+
+def test_every_reward_is_tried_async_ones_on_the_loop_of_later_calls(trainer: Any) -> None:
+    loops = []
+
+    async def judged(completions, **kwargs):  # type: ignore[no-untyped-def]
+        loops.append(asyncio.get_running_loop())
+        return [1.0] * len(completions)
+
+    async def broken(completions, **kwargs):  # type: ignore[no-untyped-def]
+        raise KeyError("score")
+
+    async def short(completions, **kwargs):  # type: ignore[no-untyped-def]
+        return [1.0]
+
+    made = trainer(reward_funcs=[letter_reward, judged], max_steps=1)
+    made.try_rewards()
+    assert loops == [made.async_loop]
+    made.train()
+    assert set(loops) == {made.async_loop} and len(loops) == 2, "tried once, and the one update"
+    with pytest.raises(RewardCallError, match="'broken' raised KeyError: 'score'") as caught:
+        trainer(reward_funcs=[letter_reward, broken]).train()
+    assert isinstance(caught.value.__cause__, KeyError) and "in broken" in caught.value.details
+    with pytest.raises(RewardCallError, match="'short' returned 1 rewards for 4 completions"):
+        trainer(reward_funcs=[short]).train()
+
+
+def test_plain_text_prompts_are_tried_with_texts(trainer: Any) -> None:
+    reward = Noted()
+    trainer(reward_funcs=reward, dataset=Dataset.from_list([{"prompt": f"say {i}"} for i in range(12)])).try_rewards()
+    assert reward.calls[0]["completions"] == [TRIAL_COMPLETION] * 4 and reward.calls[0]["prompts"] == ["say 0"] * 4
 
 
 def test_a_folder_with_updates_is_never_cleared(tmp_path: Path) -> None:

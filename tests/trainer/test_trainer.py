@@ -133,6 +133,7 @@ def test_evaluation_and_checkpoints_are_free_of_noise(trainer: MakeTrainer, tmp_
 
     made = trainer(
         reward_funcs=spy,
+        try_rewards=False,
         aqn_schedule="constant",
         aqn_scope="both",
         max_steps=2,

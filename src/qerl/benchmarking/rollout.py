@@ -2,15 +2,19 @@
 
 Prompts are distinct random tokens, so no prefix is shared; every token is sampled at temperature 1 and no token ends a
 sample. Decode is timed by difference, as one times a server that gives no insight: the time of N tokens minus the time
-of one, over N - 1 steps.
+of one, over N - 1 steps. Warm-ups run until nothing is captured any more; the rows say how many graphs were captured in
+the measured part (0) and how long its slowest decode step was, which shows whether a kernel was compiled in it.
 """
 
 import gc
 import math
 import resource
-import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
+from itertools import pairwise
+from time import perf_counter
 
 import torch
 
@@ -19,6 +23,7 @@ from qerl.benchmarking.results import Row
 from qerl.benchmarking.subject import Subject
 from qerl.benchmarking.timing import CheckFailedError, synchronize
 from qerl.rollout.core import CompletionOutput, SamplingParams
+from qerl.rollout.decode_step import bucket_sizes
 from qerl.rollout.engine import RolloutEngine
 from qerl.rollout.kv_cache import blocks_for_tokens
 
@@ -27,8 +32,10 @@ from qerl.rollout.kv_cache import blocks_for_tokens
 PARITY_LIMIT = {"bf16": 0.1, "fp32": 1e-3, "fp8": 0.1}
 # Decode steps of a warm-up with every sequence running.
 _WARM_UP_STEPS = 6
-# A batch size runs eagerly when it is first met and is captured the second time: after two warm-ups all are replayed.
+# A batch size runs eagerly when it is first met and is captured the second time: after two warm-ups all are replayed,
+# which a third one, without a capture, shows.
 _WARM_UPS = 2
+_MOST_WARM_UPS = 5
 # Long-tailed lengths are shortened by this for the warm-up, which so meets the batch sizes of the real run.
 _WARM_UP_SHARE = 32
 
@@ -61,16 +68,17 @@ def measure_fixed(
         prompts = random_prompts(batch, prompt, subject.geometry.vocab, seed=batch)
         # Prompts are prefilled step by step, and those that are through decode meanwhile.
         prefill_steps = -(-batch * prompt // engine.config.max_batch_tokens)
-        for _ in range(_WARM_UPS):
-            _timed(engine, prompts, min(new, prefill_steps + _WARM_UP_STEPS))
+        warm_up(engine, partial(_timed, engine, prompts, min(new, prefill_steps + _WARM_UP_STEPS)))
         reset_peak(subject.device)
         prefill_s = min(_timed(engine, prompts, 1)[0] for _ in range(2))
-        total_s, outputs = _timed(engine, prompts, new)
+        clock = StepClock(batch)
+        total_s, outputs = _timed(engine, prompts, new, clock)
         stats = engine.stats
         parity = check_outputs(subject, prompts, outputs, new)
         row = _fixed_row(subject, ceilings, batch, prompt, new, prefill_s, total_s)
         counts = {"steps": stats.steps, "graph_replays": stats.graph_replays, "preemptions": stats.preemptions}
-        on_row(row | {"parity": round(parity, 6)} | counts)
+        slowest = {"graph_captures": stats.graph_captures, "slowest_step_ms": round(clock.slowest_ms, 3)}
+        on_row(row | {"parity": round(parity, 6)} | counts | slowest)
     engine.reset()
     free_memory(subject.device)
 
@@ -104,7 +112,7 @@ def measure_prefill(subject: Subject, ceilings: Ceilings, sequences: int, length
     """Seconds from ``sequences`` prompts of ``length`` tokens to one sampled token each; best of two."""
     engine = make_engine(subject, sequences, length + 1)
     prompts = random_prompts(sequences, length, subject.geometry.vocab, seed=sequences)
-    _timed(engine, prompts, 1)
+    warm_up(engine, partial(_timed, engine, prompts, 1))
     seconds = min(_timed(engine, prompts, 1)[0] for _ in range(2))
     # Attention is left out of the FLOPs: at these lengths it is a few per cent of them.
     floor_us = ceilings.floor_us(0, sequences * length * (subject.step_flops(1, 0) - 2.0 * subject.head_parameters))
@@ -124,24 +132,30 @@ def measure_long_tailed(subject: Subject, slots: int, prompt: int, lengths: Sequ
     """Completions of the given lengths over ``slots`` places: continuous batching, and static batches of ``slots``.
 
     A static batch runs until its longest completion is done, as padded generation does; only wanted tokens count.
-    Both times include prefill.
+    Both times include prefill. Of the static batches of one size only the one with the longest completion runs
+    (``static_runs``), with the time of every step noted; the others end within it, and take the time it had taken by
+    their last step: rows, prompt length and positions of each step are the same (but for a prefill in parts).
+
+    Raises:
+        CheckFailedError: tokens are missing.
     """
     engine = make_engine(subject, slots, prompt + max(lengths))
     prompts = random_prompts(len(lengths), prompt, subject.geometry.vocab, seed=len(lengths))
-    for _ in range(_WARM_UPS):
-        run_continuous(engine, prompts, [-(-length // _WARM_UP_SHARE) for length in lengths])
-        _timed(engine, prompts[:slots], min(max(lengths), _WARM_UP_STEPS))
+    short = [-(-length // _WARM_UP_SHARE) for length in lengths]
+    warm_up(engine, partial(run_continuous, engine, prompts, short))
+    # Sizes that the tail shrinks through, which short lengths may skip.
+    for size in {min(size, len(prompts)) for size in bucket_sizes(slots)}:
+        warm_up(engine, partial(_timed, engine, prompts[:size], min(max(lengths), _WARM_UP_STEPS)))
     reset_peak(subject.device)
     synchronize(subject.device)
-    started = time.perf_counter()
+    started = perf_counter()
     drawn = run_continuous(engine, prompts, lengths)
     synchronize(subject.device)
-    continuous_s = time.perf_counter() - started
+    continuous_s = perf_counter() - started
+    captures = engine.stats.graph_captures
     if drawn != sum(lengths):
         raise CheckFailedError(f"continuous batching returned {drawn} tokens, {sum(lengths)} were asked")
-    static_s = sum(
-        _timed(engine, prompts[i : i + slots], max(lengths[i : i + slots]))[0] for i in range(0, len(lengths), slots)
-    )
+    static_s, runs = _static_seconds(engine, prompts, lengths, slots)
     engine.reset()
     free_memory(subject.device)
     return {
@@ -154,8 +168,28 @@ def measure_long_tailed(subject: Subject, slots: int, prompt: int, lengths: Sequ
         "tokens_per_s": round(sum(lengths) / continuous_s, 1),
         "static_tokens_per_s": round(sum(lengths) / static_s, 1),
         "continuous_over_static": round(static_s / continuous_s, 3),
+        "continuous_s": round(continuous_s, 3),
+        "static_s": round(static_s, 3),
+        "static_runs": runs,
+        "graph_captures": captures,
         "peak_gb": round(peak_bytes(subject.device) / 1e9, 3),
     }
+
+
+def _static_seconds(
+    engine: RolloutEngine, prompts: list[list[int]], lengths: Sequence[int], slots: int
+) -> tuple[float, int]:
+    """(seconds of all static batches, how many of them ran); see :func:`measure_long_tailed`."""
+    longest: dict[int, list[int]] = {}
+    for first in range(0, len(lengths), slots):
+        batch = lengths[first : first + slots]
+        longest.setdefault(len(batch), []).append(max(batch))
+    seconds = 0.0
+    for rows, steps in longest.items():
+        clock = StepClock(rows)
+        _timed(engine, prompts[:rows], max(steps), clock)
+        seconds += sum(clock.seconds_until(rows * count) for count in steps)
+    return seconds, len(longest)
 
 
 def run_continuous(engine: RolloutEngine, prompts: Sequence[list[int]], lengths: Sequence[int]) -> int:
@@ -169,13 +203,67 @@ def run_continuous(engine: RolloutEngine, prompts: Sequence[list[int]], lengths:
     return drawn
 
 
-def _timed(engine: RolloutEngine, prompts: list[list[int]], new: int) -> tuple[float, list[list[CompletionOutput]]]:
+class StepClock:
+    """Times of the forward passes of a ``generate`` call, as its ``progress`` callback.
+
+    Args:
+        rows: sequences of the call; a pass that gives each of them a token is a decode step.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._tokens = [0]
+        self._times = [perf_counter()]
+
+    def __call__(self, finished: int, samples: int, tokens: int) -> None:
+        self._times.append(perf_counter())
+        self._tokens.append(tokens)
+
+    @property
+    def slowest_ms(self) -> float:
+        """Longest time between the results of a pass and of the decode step behind it; 0 without decode steps."""
+        passes = list(zip(self._times, self._tokens, strict=True))
+        # The first pass that gives every row a token may be the prefill.
+        decode = [after[0] - before[0] for before, after in pairwise(passes[1:]) if after[1] - before[1] == self._rows]
+        return 1e3 * max(decode, default=0.0)
+
+    def seconds_until(self, tokens: int) -> float:
+        """Seconds from the start until ``tokens`` tokens had come.
+
+        Raises:
+            CheckFailedError: fewer came.
+        """
+        index = bisect_left(self._tokens, tokens)
+        if index == len(self._tokens):
+            raise CheckFailedError(f"{self._tokens[-1]} tokens came, {tokens} were asked")
+        return self._times[index] - self._times[0]
+
+
+def warm_up(engine: RolloutEngine, run: Callable[[], object]) -> None:
+    """Call ``run``, which uses ``engine``, until every kernel is compiled and every graph of it captured.
+
+    Raises:
+        CheckFailedError: graphs are captured over and over.
+    """
+    for count in range(1, _MOST_WARM_UPS + 1):
+        run()
+        if count >= _WARM_UPS and engine.stats.graph_captures == 0:
+            return
+    raise CheckFailedError(
+        f"{engine.stats.graph_captures} graphs were captured in warm-up {_MOST_WARM_UPS} of the same work: its time "
+        "would hold captures"
+    )
+
+
+def _timed(
+    engine: RolloutEngine, prompts: list[list[int]], new: int, clock: StepClock | None = None
+) -> tuple[float, list[list[CompletionOutput]]]:
     device = engine.runner.device
     synchronize(device)
-    started = time.perf_counter()
-    outputs = engine.generate(prompts, SamplingParams(max_tokens=new, temperature=1.0, ignore_eos=True))
+    started = perf_counter()
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=new, temperature=1.0, ignore_eos=True), progress=clock)
     synchronize(device)
-    return time.perf_counter() - started, outputs
+    return perf_counter() - started, outputs
 
 
 def check_outputs(subject: Subject, prompts: list[list[int]], outputs: list[list[CompletionOutput]], new: int) -> float:

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qerl.benchmarking.ceilings import Ceilings, measure_ceilings
+from qerl.benchmarking.first_token import CompileCaches, measure_first_token
 from qerl.benchmarking.geometry import check_fits_cpu, geometry_of_values, read_config
 from qerl.benchmarking.lengths import lognormal_lengths
 from qerl.benchmarking.peers import measure_peer, require_peer
 from qerl.benchmarking.results import Add, Print, ResultFile, Row, device_name, recorder, use_dependent_launch
-from qerl.benchmarking.rollout import free_memory, measure_fixed, measure_long_tailed, measure_prefill
+from qerl.benchmarking.rollout import free_memory, measure_fixed, measure_long_tailed, measure_prefill, random_prompts
 from qerl.benchmarking.subject import UnsupportedBenchError, build_subject, engine_kv_dtype, model_head
 from qerl.nn.loading import resolve_device, resolve_dtype
 
@@ -63,6 +64,7 @@ def run_rollout(plan: RolloutPlan, say: Print) -> ResultFile:
         raise UnsupportedBenchError("--weights auto needs a model folder; with --config-json name the format")
     if device.type != "cuda":
         check_fits_cpu(geometry, plan.cpu_parameter_limit)
+    caches = CompileCaches(device)
     launch = use_dependent_launch(plan.dependent_launch)
     ceilings = measure_ceilings(device, resolve_dtype("auto", device))
     say(f"{device_name(device)}: {ceilings.as_row()}")
@@ -71,7 +73,7 @@ def run_rollout(plan: RolloutPlan, say: Print) -> ResultFile:
     add = recorder(results, say, describe)
     for weights in plan.weights:
         for rank in plan.ranks:
-            _measure(plan, weights, head, rank, kv_dtype, ceilings, add)
+            _measure(plan, weights, head, rank, kv_dtype, ceilings, caches, add)
             free_memory(device)
     if plan.peer is not None:
         measure_peer(plan.peer, plan, device, lambda row: add("rows", row))
@@ -79,7 +81,14 @@ def run_rollout(plan: RolloutPlan, say: Print) -> ResultFile:
 
 
 def _measure(
-    plan: RolloutPlan, weights: str, head: str, rank: int, kv_dtype: str, ceilings: Ceilings, add: Add
+    plan: RolloutPlan,
+    weights: str,
+    head: str,
+    rank: int,
+    kv_dtype: str,
+    ceilings: Ceilings,
+    caches: CompileCaches,
+    add: Add,
 ) -> None:
     started = time.perf_counter()
     subject = build_subject(
@@ -92,6 +101,9 @@ def _measure(
         seed=plan.seed,
         name=plan.name,
     )
+    build_s = time.perf_counter() - started
+    (prompt,) = random_prompts(1, plan.prompt, subject.geometry.vocab, seed=plan.seed)
+    first_token = measure_first_token(subject, caches, prompt)
     resident = subject.step_bytes(0, 0)
     add(
         "models",
@@ -101,7 +113,8 @@ def _measure(
             "head_dtype": subject.head_name,
             "lora_rank": rank,
             "read_a_step_gb": round(resident / 1e9, 3),
-            "build_s": round(time.perf_counter() - started, 2),
+            "build_s": round(build_s, 2),
+            **first_token,
         },
     )
     if plan.lognormal is None:
@@ -120,7 +133,8 @@ def describe(part: str, row: Row) -> str:
     if part == "models":
         return (
             f"{row['model']} {row['weights']}, head {row['head_dtype']}, LoRA rank {row['lora_rank']}: "
-            f"{row['read_a_step_gb']} GB without KV a step, built in {row['build_s']} s"
+            f"{row['read_a_step_gb']} GB without KV a step, built in {row['build_s']} s, "
+            f"first token after {row['first_token_s']:.2f} s (compile caches: {row['compile_caches']})"
         )
     formats = f"KV {row['kv_dtype']} head {row['head_dtype']}"
     label = f"{row['engine']:12} {row['model']} {row['weights']:5} r{row['lora_rank']:<3} {formats}"

@@ -1,4 +1,5 @@
-"""``qerl bench``: how fast rollouts and kernels are here, beside what the memory and the arithmetic would allow."""
+"""``qerl bench``: how fast rollouts and kernels are here, beside what the memory and the arithmetic would allow, and
+how far engine and trainer are apart."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -6,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qerl.cli.errors import user_errors
-from qerl.cli.options import Device
+from qerl.cli.options import Adapter, Device, Head, Weights
 
 if TYPE_CHECKING:
     from qerl.benchmarking.geometry import Geometry
 
 DEFAULT_ROWS = "1,2,8,16,32,64,128,256,512,1024,2048,4096,8192"
+FIXED_BATCHES, PLACES = "1,8,32,64,128,256", "32"
 PARTS = ("linears", "attention", "decode_ops", "dequantize", "quantizer")
 # A pass over more weights than this takes minutes on a CPU.
 CPU_PARAMETER_LIMIT = 1_000_000_000
@@ -25,12 +27,12 @@ DependentLaunch = Annotated[
     bool, typer.Option(help="Kernels may start while the one before them ends (sm_90); off to compare.")
 ]
 Commit = Annotated[str | None, typer.Option(help="Commit of the code, where there is no git to ask.")]
-Seed = Annotated[int, typer.Option(help="Seed of random weights.")]
+Seed = Annotated[int, typer.Option(help="Seed of random weights and of sampling.")]
 
 
 @app.callback()
 def _group() -> None:
-    """Measure rollouts and kernels; every figure comes with its check and its ceiling."""
+    """Measure rollouts, kernels and parity; every figure comes with its check and its ceiling."""
 
 
 @app.command()
@@ -46,7 +48,10 @@ def rollout(
     ] = "0",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 256,
     new: Annotated[int, typer.Option(min=2, help="Tokens to generate (fixed lengths).")] = 1024,
-    batch: Annotated[str, typer.Option(help="Sequences at once; several with commas.")] = "1,8,32,64,128,256",
+    batch: Annotated[
+        str | None,
+        typer.Option(help=f"Sequences at once; several with commas. [default: {FIXED_BATCHES}; lognormal: {PLACES}]"),
+    ] = None,
     lengths: Annotated[str, typer.Option(help="fixed, or lognormal: continuous against static batches.")] = "fixed",
     mean_new: Annotated[float, typer.Option(min=1, help="Mean length (lognormal).")] = 600,
     max_new: Annotated[int, typer.Option(min=1, help="Longest length (lognormal).")] = 4096,
@@ -78,7 +83,7 @@ def rollout(
     plan = {
         "weights": [part.strip() for part in weights.split(",")],
         "ranks": numbers("--lora-rank", lora_rank, lowest=0),
-        "batches": numbers("--batch", batch),
+        "batches": numbers("--batch", batch or (FIXED_BATCHES if lengths == "fixed" else PLACES)),
         "prefill": None if prefill is None else _sizes(prefill),
     }
 
@@ -140,6 +145,74 @@ def kernels(
         ),
         typer.echo,
     )  # fmt: skip
+
+
+@app.command()
+@user_errors()
+def parity(
+    model: Annotated[Path, typer.Argument(help="Model folder.")],
+    adapter: Adapter = None,
+    lora_rank: Annotated[int, typer.Option(min=0, help="Without --adapter: rank of a random one, 0 for none.")] = 32,
+    adapter_scale: Annotated[float, typer.Option(min=0.0, help="Spread of the random adapter's update.")] = 0.1,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to draw at least (completions stay whole).")] = 2048,
+    prompts: Annotated[str | None, typer.Option(help="FILE of prompts, as of qerl generate; default: sums.")] = None,
+    task: Annotated[str | None, typer.Option(help="Instead: training questions of a task, as trained on.")] = None,
+    task_option: Annotated[list[str] | None, typer.Option(help="KEY=VALUE for the task; repeatable.")] = None,
+    new: Annotated[int, typer.Option(min=1, help="Token limit of a completion.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling and scoring.")] = 1.0,
+    weights: Weights = "auto",
+    head: Head = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="KV cache: auto (compute dtype) or fp8.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Arithmetic: auto, bfloat16 or float32.")] = "auto",
+    name: Annotated[str | None, typer.Option(help="Name of the model in the row; default: of its folder.")] = None,
+    out: Out = None,
+    append: Append = False,
+    force: Force = False,
+    commit: Commit = None,
+    device: Device = "auto",
+    seed: Seed = 0,
+) -> None:
+    """Compare log-probs of sampled tokens: the engine's, the trainer's and those of an fp32 forward."""
+    _check_out(out, append=append, force=force)
+    if not (model / "config.json").is_file():
+        raise FileNotFoundError(f"{model} holds no model (no config.json): give a local folder")
+    chats = _chats(prompts, task, task_option or [])
+
+    from qerl.benchmarking.parity import ParityPlan, default_chats, run_parity
+    from qerl.cli.progress import quiet_libraries
+
+    quiet_libraries()
+    run_parity(
+        ParityPlan(
+            model=model, chats=chats or default_chats(), adapter=adapter, lora_rank=lora_rank,
+            adapter_scale=adapter_scale, tokens=tokens, new=new, batch=batch, temperature=temperature,
+            weights=weights, head=head, kv_dtype=kv_dtype, dtype=dtype, device=device, seed=seed, name=name, out=out,
+            append=append, commit=commit,
+        ),
+        typer.echo,
+    )  # fmt: skip
+
+
+def _chats(prompts: str | None, task: str | None, pairs: list[str]) -> list[list[dict[str, str]]]:
+    """Messages of the prompts that the options name; none where they name none."""
+    from qerl.cli.evaluate import parse_options
+    from qerl.cli.prompts import read_prompts
+    from qerl.tasks.registry import load_task
+
+    if prompts is not None and task is not None:
+        raise ValueError("--prompts and --task both give prompts; use one of them")
+    if pairs and task is None:
+        raise ValueError("--task-option goes with --task")
+    if prompts is not None:
+        return [prompt.messages(None) for prompt in read_prompts(prompts)]
+    if task is None:
+        return []
+    loaded = load_task(task, **parse_options(pairs))
+    examples = loaded.train or loaded.test
+    if not examples:
+        raise ValueError(f"task {task} has no problems; give it a size")
+    return [loaded.messages(example) for example in examples]
 
 
 def _check_out(out: Path | None, *, append: bool, force: bool) -> None:

@@ -118,7 +118,8 @@ def plan(tasks: str | None, preset: str | None, pairs: list[str], given: dict[st
     """What ``--tasks`` or ``--preset`` asks for, under the task options ``pairs`` and the sampling options ``given``.
 
     Raises:
-        ValueError: both or neither of the two, an unknown name or option, or several greedy samples.
+        ValueError: both or neither of the two, an unknown name or option.
+        GreedySamplesError: several samples at temperature 0.
     """
     from qerl.evaluation.presets import get_preset
 
@@ -140,7 +141,9 @@ def _check_sampling(where: str, sampling: dict[str, Any]) -> None:
     if sampling["temperature"] > 0:
         return
     if n > 1:
-        raise ValueError(
+        from qerl.rollout.core import GreedySamplesError
+
+        raise GreedySamplesError(
             f"{where}: --n {n} at temperature 0 makes {n} equal samples; set --temperature above 0, or --n 1"
         )
     if top_p < 1:

@@ -57,7 +57,9 @@ def generate(
     JSON rows hold the fields of the prompt's row, its index, sample, completion, finish_reason and tokens.
     """
     if n > 1 and temperature == 0:
-        raise ValueError(f"--n {n} at temperature 0 makes {n} equal completions; set --temperature above 0")
+        from qerl.rollout.core import GreedySamplesError
+
+        raise GreedySamplesError(f"--n {n} at temperature 0 makes {n} equal completions; set --temperature above 0")
     if raw and system is not None:
         raise ValueError("--system needs the chat template; drop it or --raw")
     if out is not None and out.exists() and not force:

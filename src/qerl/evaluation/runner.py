@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from qerl.evaluation.prompts import PromptRenderer, RenderedPrompt, Tokenizer
 from qerl.evaluation.result import EvalResult, EvalSettings, SampleRecord, summarize
 from qerl.evaluation.store import SampleStore
-from qerl.rollout.core import CompletionOutput, SamplingParams
+from qerl.rollout.core import CompletionOutput, GreedySamplesError, SamplingParams
 from qerl.tasks.base import Example, Outcome, Task
 from qerl.tasks.workers import Job, RewardPool
 
@@ -250,7 +250,7 @@ def _check_sampling(n: int, temperature: float, top_p: float, limit: int | None,
     if n < 1:
         raise ValueError(f"n = {n}: at least 1 sample per problem is needed")
     if n > 1 and temperature == 0:
-        raise ValueError(f"n = {n} at temperature 0 makes {n} equal samples; set temperature > 0 or n = 1")
+        raise GreedySamplesError.of(n)
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p = {top_p} must be above 0 and at most 1")
     if top_p < 1 and temperature == 0:

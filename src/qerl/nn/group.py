@@ -253,6 +253,16 @@ class WeightGroup(nn.Module):
             self._dense = dense
         return self._dense
 
+    def unpack(self) -> None:
+        """Hold the dequantized weight in fp32 in place of the packed bytes (mutates ``packed`` and ``format``)."""
+        if self.format == "bf16":
+            return
+        with torch.no_grad():
+            dense = self.dense()
+        self.format, self.layout = "bf16", "rows"
+        self.packed = nn.Parameter(dense, requires_grad=False)
+        self.drop_caches()
+
     def adds_lora(self, dtype: torch.dtype, ranks: Sequence[int]) -> bool:
         """Whether a product of activations in ``dtype`` can add LoRA factors of these ranks before it rounds."""
         return self.layout == "tiles" and dtype == torch.bfloat16 and all(rank % 8 == 0 for rank in ranks)

@@ -44,6 +44,10 @@ class ModelLoadError(ValueError):
     """A checkpoint that does not fit the request; the message says what to change."""
 
 
+class DeviceError(ValueError):
+    """A device that is not here, or not supported."""
+
+
 class WeightSource(Protocol):
     """Where the tensors of a model come from: a checkpoint, or random numbers."""
 
@@ -67,10 +71,27 @@ class WeightSource(Protocol):
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
-    """``"auto"`` is CUDA where there is one, the CPU otherwise."""
-    if str(device) != "auto":
-        return torch.device(device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """``"auto"`` is CUDA where there is one, the CPU otherwise.
+
+    Raises:
+        DeviceError: no such device here, or one that is neither a CPU nor a CUDA GPU.
+    """
+    if str(device) == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise DeviceError(f"device {device!r} is unknown: use auto, cpu, cuda or cuda:0") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise DeviceError(f"device {str(device)!r} is not supported: use auto, cpu, cuda or cuda:0")
+    found = torch.cuda.device_count() if resolved.type == "cuda" else 1
+    if (resolved.index or 0) >= found:
+        build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        raise DeviceError(
+            f"device {str(device)!r} was asked for, but torch {torch.__version__} ({build}) finds {found} GPUs: use "
+            "another, --device cpu, or see qerl doctor"
+        )
+    return resolved
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:

@@ -18,6 +18,7 @@ from peft import LoraConfig
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
+from qerl.kernels.lora import padded_rank
 from qerl.nn.linear import QuantLinear
 
 # PEFT does not know our layer and says so for every one; LoraQuantLinear is registered for it.
@@ -42,6 +43,13 @@ def lora_matmul(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tens
     return torch.addmm(y.reshape(-1, n), low_rank.reshape(-1, a.shape[0]), b.t()).view(y.shape)
 
 
+def padded_factors(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``a`` [r, K] and ``b`` [N, r] with zeros up to the rank that the kernels take (see ``padded_rank``): the same
+    update, the same gradients."""
+    missing = padded_rank(a.shape[0]) - a.shape[0]
+    return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else (a, b)
+
+
 class LoraQuantLinear(nn.Module, LoraLayer):
     """PEFT LoRA layer over :class:`QuantLinear`; several adapters may exist, merging is refused."""
 
@@ -63,7 +71,7 @@ class LoraQuantLinear(nn.Module, LoraLayer):
         """``x`` [..., K] -> [..., N] with the active adapters added."""
         names = [] if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_A]
         if len(names) == 1:
-            y = self.base_layer.forward_with_lora(x, *self._factors(names[0], x.dtype))
+            y = self.base_layer.forward_with_lora(x, *padded_factors(*self._factors(names[0], x.dtype)))
             if y is not None:
                 return y
         y = self.base_layer(x)

@@ -205,13 +205,14 @@ def random_model(
     return model
 
 
-def add_random_adapter(model: PreTrainedModel, rank: int, seed: int = 0) -> nn.Module:
+def add_random_adapter(model: PreTrainedModel, rank: int, seed: int = 0, scale: float = 0.1) -> nn.Module:
     """Wrap ``model`` with LoRA of ``rank`` on every linear, both factors random (B is not zero).
 
-    The update is about a tenth of what the base weights give, so it cannot be left out unnoticed.
+    The update has a spread of ``scale`` for inputs of spread 1: at 0.1 about a tenth of what the base weights give, so
+    it cannot be left out unnoticed.
     """
     wrapped = get_peft_model(model, prepare_lora_config(_lora_config(rank), model))
-    _randomize_adapter(wrapped, seed)
+    _randomize_adapter(wrapped, seed, scale)
     return wrapped.requires_grad_(False).eval()
 
 
@@ -220,10 +221,10 @@ def _lora_config(rank: int) -> LoraConfig:
 
 
 @torch.no_grad()
-def _randomize_adapter(module: nn.Module, seed: int) -> None:
-    """Draw both factors of every adapter layer anew: low-rank values of spread 1, an update of spread 0.1."""
+def _randomize_adapter(module: nn.Module, seed: int, scale: float = 0.1) -> None:
+    """Draw both factors of every adapter layer anew: low-rank values of spread 1, an update of spread ``scale``."""
     for index, layer in enumerate(lora_layers(module).values()):
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
         generator = torch.Generator(a.device).manual_seed((seed << 20) + index)
         a.normal_(0.0, a.shape[1] ** -0.5, generator=generator)
-        b.normal_(0.0, 0.1 * b.shape[1] ** -0.5, generator=generator)
+        b.normal_(0.0, scale * b.shape[1] ** -0.5, generator=generator)

@@ -56,7 +56,7 @@ def make_engine(
     if max_model_len > limit:
         raise ValueError(
             f"prompt + completion may reach {max_model_len} tokens, but the model has {limit} positions: lower "
-            "max_prompt_length or max_completion_length"
+            "max_model_len (of a training run: max_prompt_length or max_completion_length)"
         )
     useful = min(limit, max(max_model_len, useful_model_len or 0))
     if backend == "transformers":
@@ -107,8 +107,10 @@ def load_adapter(model: nn.Module, adapter: str | Path, *, is_trainable: bool = 
     folder = Path(adapter)
     weights = folder / "adapter_model.safetensors"
     if not (folder / "adapter_config.json").is_file() or not weights.is_file():
+        of_run = folder / "adapter"
+        hint = f"; that of this run is {of_run}" if (of_run / "adapter_config.json").is_file() else ""
         raise AdapterMismatchError(
-            f"{folder} holds no PEFT adapter (adapter_config.json and adapter_model.safetensors)"
+            f"{folder} holds no PEFT adapter (adapter_config.json and adapter_model.safetensors){hint}"
         )
     config = prepare_lora_config(LoraConfig.from_pretrained(str(folder)), model)
     wrapped = PeftModel.from_pretrained(

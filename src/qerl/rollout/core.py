@@ -26,6 +26,15 @@ class NotTokenIdsError(ValueError):
     """Prompts that are something else than lists of token ids, such as texts."""
 
 
+class GreedySamplesError(ValueError):
+    """Several samples of one prompt at temperature 0, which would be equal (vLLM and transformers refuse them too)."""
+
+    @classmethod
+    def of(cls, n: int, name: str = "n") -> "GreedySamplesError":
+        """The error for ``n`` samples, which the caller asked for as ``name``."""
+        return cls(f"{name}={n} at temperature 0 makes {n} equal samples: set temperature above 0, or {name}=1")
+
+
 class RequestTooLongError(ValueError):
     """A prompt with its completion exceeds the model length or the whole KV cache; nothing was generated."""
 
@@ -54,6 +63,7 @@ class SamplingParams:
 
     Raises:
         ValueError: a value is outside its range; the message gives it and the range.
+        GreedySamplesError: ``n`` above 1 at temperature 0.
     """
 
     n: int = 1
@@ -76,6 +86,8 @@ class SamplingParams:
                 f"temperature must be 0 (greedy) or a finite number of at least {MIN_TEMPERATURE}, "
                 f"got {self.temperature}"
             )
+        if self.n > 1 and self.greedy:
+            raise GreedySamplesError.of(self.n)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}; 1 switches it off")
         if self.top_k < 0:

@@ -73,7 +73,7 @@ class RolloutEngine:
             RuntimeError: called while ``generate`` runs (from its progress callback) or a session is open.
         """
         self._require_idle("reset")
-        self.decoder = None
+        self._drop_decoder()
         self.pool.release()
 
     def generate(
@@ -187,7 +187,7 @@ class RolloutEngine:
         """Give ``name`` a KV pool and an empty scheduler over it."""
         if self.kv is not None and self.pool.plan(worst_blocks) != self.kv.num_blocks:
             # The pool moves, so graphs over it are void; their memory may be needed for the new one.
-            self.decoder = None
+            self._drop_decoder()
         kv = self.pool.allocate(worst_blocks)
         if self.decoder is None:
             self.decoder = self._make_decoder()
@@ -198,12 +198,18 @@ class RolloutEngine:
         self._busy_with = name
         return StepLoop(self.decoder, kv, self.scheduler, self.stats, eager_refill=name != "generate")
 
+    def _drop_decoder(self) -> None:
+        if self.decoder is not None:
+            self.decoder.graphs.clear()
+        self.decoder = None
+
     def _make_decoder(self) -> Decoder:
         """Static buffers for decode steps; graphs, look-ahead and rounding of batch sizes only where they pay."""
         runner, config = self.runner, self.config
         cuda = runner.device.type == "cuda"
         look_ahead = int(cuda)
         graphs = cuda and config.cuda_graphs and decode_kernel_serves(runner.head_dim, config.block_size)
+        capture = CudaCapture(runner.device) if graphs else None
         return Decoder(
             runner,
             DecodeBuffers(
@@ -212,7 +218,7 @@ class RolloutEngine:
                 runner.device,
                 depth=look_ahead + 1,
             ),
-            StepGraphs(CudaCapture(runner.device) if graphs else None),
+            StepGraphs(capture, None if capture is None else capture.wait),
             bucket_sizes(config.max_num_seqs) if cuda else None,
             look_ahead,
         )

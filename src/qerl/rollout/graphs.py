@@ -5,10 +5,13 @@ the first time runs eagerly, which compiles the kernels and is a step like any o
 which is sound because they run one after another and leave their results in static buffers outside it. They hold
 addresses, so they live as long as the KV pool and every tensor of the model stay where they are (``fingerprint``);
 values may change in between: an optimizer step or noise in a norm's slot reaches the next replay.
+
+Replays are asynchronous, and nobody waits for steps whose tokens are not wanted any more. So the device is waited for
+before graphs are let go of: neither they nor the tensors that they address are freed under a replay.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 
@@ -24,12 +27,14 @@ class StepGraphs:
 
     Args:
         capture: makes a replayable step from one that just ran; None runs every step as it is.
+        wait: returns once no replay is in flight; None where replays are done when they return.
     """
 
-    def __init__(self, capture: Capture | None) -> None:
+    def __init__(self, capture: Capture | None, wait: Callable[[], object] | None = None) -> None:
         self.captures = 0
         self.replays = 0
         self._capture = capture
+        self._wait = wait
         self._fingerprint: Hashable = None
         # kind -> size -> the replayable step, or None after the first run.
         self._steps: OrderedDict[Hashable, dict[int, Step | None]] = OrderedDict()
@@ -42,8 +47,13 @@ class StepGraphs:
     def validate(self, fingerprint: Hashable) -> None:
         """Forget all graphs if ``fingerprint`` (every address they hold) is not what it was."""
         if fingerprint != self._fingerprint:
-            self._steps.clear()
+            self.clear()
             self._fingerprint = fingerprint
+
+    def clear(self) -> None:
+        """Forget all graphs, once none of them runs."""
+        self._wait_before_forgetting(self._steps.values())
+        self._steps.clear()
 
     def run(self, kind: Hashable, size: int, step: Step) -> None:
         """Run ``step`` of ``size`` rows, from a graph if there is one or if it is time to capture it.
@@ -56,6 +66,7 @@ class StepGraphs:
         steps = self._steps.setdefault(kind, {})
         self._steps.move_to_end(kind)
         if len(self._steps) > MAX_KINDS:
+            self._wait_before_forgetting([next(iter(self._steps.values()))])
             self._steps.popitem(last=False)
         if size not in steps:
             steps[size] = None
@@ -66,6 +77,10 @@ class StepGraphs:
             self.captures += 1
         self.replays += 1
         steps[size]()
+
+    def _wait_before_forgetting(self, kinds: Iterable[dict[int, Step | None]]) -> None:
+        if self._wait is not None and any(step is not None for steps in kinds for step in steps.values()):
+            self._wait()
 
 
 class GraphCaptureError(RuntimeError):
@@ -82,6 +97,10 @@ class CudaCapture:
             self._stream = torch.cuda.Stream(device)
         # torch refuses a pool whose graphs are all gone, so one graph stays as long as the pool.
         self._anchor = self(lambda: torch.zeros(1, device=device))
+
+    def wait(self) -> None:
+        """Return once everything that was launched on the device is done."""
+        torch.cuda.synchronize(self._device)
 
     def __call__(self, step: Step) -> Step:
         """Record ``step`` (it does not run) and return its replay.

@@ -6,8 +6,10 @@ can write to it. The pool starts as zeros because masked positions are read: att
 zero weight, which is harmless for finite values only.
 """
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from qerl.kernels.rotary.reference import write_cache
@@ -42,8 +44,8 @@ class KVCache:
             )
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.k = _zeros(shape, dtype, torch.device(device))
+        self.v = _zeros(shape, dtype, torch.device(device))
 
     @property
     def bytes(self) -> int:
@@ -72,6 +74,16 @@ class KVCache:
             # Bytes where an element is one: float8 has neither of the two ops.
             pool = pool.view(torch.uint8) if pool.itemsize == 1 else pool
             pool.index_copy_(1, destination, pool.index_select(1, source))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on the CPU the system gives each page when it is first written (torch would write them all now).
+
+    The allocator hands out the blocks freed last first, so that a pool takes what its fullest moment needed.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

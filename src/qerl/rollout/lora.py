@@ -3,13 +3,14 @@
 A fused group needs one small matmul for all its A factors, so the shadow of A is the concatenation ``[sum(r), K]`` of
 its members; the B of all members lie in one buffer (:class:`qerl.kernels.lora.PackedB`), with the scaling folded in,
 and one launch adds them all. Shadows are written in place: their addresses never change, so captured graphs stay valid.
-Base weights have no shadow at all.
+Base weights have no shadow at all. Ranks are filled up with zeros to a multiple of 8, as in the trainer's layers, so
+that both add every update before they round or neither does.
 """
 
 import torch
 from torch import nn
 
-from qerl.kernels.lora import LoraSegment, PackedB, lora_expand, lora_shrink
+from qerl.kernels.lora import LoraSegment, PackedB, lora_expand, lora_shrink, padded_rank
 from qerl.kernels.quant_matmul import LoraUpdate
 from qerl.nn.group import WeightGroup
 from qerl.nn.linear import QuantLinear
@@ -33,26 +34,27 @@ class GroupLora:
         placed = [(m, start) for m, start in zip(members, starts, strict=True) if m is not None]
         self.members = [member for member, _ in placed]
         first = self.members[0]
-        segments, ranks = [], 0
-        for member, start in placed:
-            rank = _active(member)[0].weight.shape[0]
-            segments.append(LoraSegment(start, member.out_features, ranks, rank))
-            ranks += rank
+        self._ranks = [_active(member)[0].weight.shape[0] for member in self.members]
+        segments, columns = [], 0
+        for (member, start), rank in zip(placed, self._ranks, strict=True):
+            segments.append(LoraSegment(start, member.out_features, columns, padded_rank(rank)))
+            columns += padded_rank(rank)
         device = first.base_layer.qweight.device
-        self.a = torch.empty(ranks, first.in_features, dtype=dtype, device=device)
+        self.a = torch.zeros(columns, first.in_features, dtype=dtype, device=device)
         self.b = PackedB(segments, dtype, device)
+        self.b.buffer.zero_()
 
     def sync(self) -> None:
         """Cast the masters into the shadows (in place)."""
-        for member, segment, b in zip(self.members, self.b.segments, self.b.views, strict=True):
+        for member, rank, segment, b in zip(self.members, self._ranks, self.b.segments, self.b.views, strict=True):
             lora_a, lora_b, scaling = _active(member)
-            if lora_a.weight.shape[0] != segment.rank:
+            if lora_a.weight.shape[0] != rank:
                 raise AdapterMismatchError(
-                    f"the active adapter has rank {lora_a.weight.shape[0]}, the engine was built for "
-                    f"{segment.rank}: build a new engine after set_adapter"
+                    f"the active adapter has rank {lora_a.weight.shape[0]}, the engine was built for {rank}: build a "
+                    "new engine after set_adapter"
                 )
-            self.a[segment.rank_start : segment.rank_start + segment.rank].copy_(lora_a.weight)
-            b.copy_(lora_b.weight * scaling)
+            self.a[segment.rank_start : segment.rank_start + rank].copy_(lora_a.weight)
+            b[:, :rank].copy_(lora_b.weight * scaling)
 
     @property
     def active(self) -> tuple[bool, ...]:

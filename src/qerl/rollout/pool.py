@@ -10,6 +10,7 @@ import torch
 
 from qerl.rollout.config import EngineConfig
 from qerl.rollout.core import Runner
+from qerl.rollout.host_memory import available_bytes
 from qerl.rollout.kv_cache import KVCache, blocks_in_memory, bytes_per_block
 
 _log = logging.getLogger(__name__)
@@ -17,6 +18,7 @@ _log = logging.getLogger(__name__)
 # Upper bounds of a pool that sizes itself from the work: RAM is shared with everything else on the machine,
 # GPU memory only with this process, which has loaded its weights by then.
 AUTO_CPU_BYTES = 4 << 30
+AUTO_CPU_SHARE = 0.5
 AUTO_CUDA_SHARE = 0.8
 # A pool that has to be replaced grows by at least this factor: every move voids the captured graphs.
 _GROWTH = 1.25
@@ -68,13 +70,19 @@ class KVPool:
                 self.dtype,
                 runner.device,
             )
-            _log.info(
-                "KV cache: %.2f GiB, %d blocks of %d tokens",
-                self.kv.bytes / 2**30,
-                num_blocks,
-                self.config.block_size,
-            )
+            self._describe(worst_blocks)
         return self.kv
+
+    def _describe(self, worst_blocks: int) -> None:
+        kv, on_cpu = self.kv, self.runner.device.type != "cuda"
+        bounded = ""
+        if kv.num_blocks < worst_blocks:
+            wanted = _readable((worst_blocks + 1) * self.block_bytes)
+            bounded = f"; work at its longest would take {wanted}, samples wait where it does not fit"
+        _log.info(
+            "KV cache: %s%s, %d blocks of %d tokens%s",
+            _readable(kv.bytes), " (taken as it fills)" if on_cpu else "", kv.num_blocks, kv.block_size, bounded,
+        )  # fmt: skip
 
     def release(self) -> None:
         """Free the memory; the next call allocates it again."""
@@ -96,9 +104,13 @@ class KVPool:
 
     def _limit(self) -> int:
         if self.runner.device.type != "cuda":
-            return AUTO_CPU_BYTES
+            return min(AUTO_CPU_BYTES, int(AUTO_CPU_SHARE * available_bytes()))
         # What torch keeps for reuse counts as free: it gives it back when the pool is allocated.
         device = self.runner.device
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         held = 0 if self.kv is None else self.kv.bytes
         return int(AUTO_CUDA_SHARE * (torch.cuda.mem_get_info(device)[0] + cached + held))
+
+
+def _readable(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / 2**20:.1f} MiB"

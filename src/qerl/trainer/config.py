@@ -136,6 +136,10 @@ class QeRLConfig(GRPOConfig):
     max_num_seqs: int = field(default=256, metadata=_help("Sequences decoded at once."))
 
     # Guards.
+    try_rewards: bool = field(
+        default=True,
+        metadata=_help("Call own reward functions on a made-up group before anything is generated, to find mistakes."),
+    )
     parity_tokens: int = field(
         default=512, metadata=_help("Sampled tokens re-scored by the trainer at every rollout (0: no probe).")
     )

@@ -59,6 +59,25 @@ def probe_parity(
             seen += len(output.token_ids)
     if not rows:
         return Parity(0, 0.0, 0.0)
+    trainer, engine = rescore(model, rows, pad_id)
+    difference = (trainer - engine).abs()
+    return Parity(difference.numel(), float(difference.mean()), float(difference.max()))
+
+
+@torch.no_grad()
+def rescore(
+    model: nn.Module, rows: Sequence[tuple[list[int], CompletionOutput]], pad_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of every sampled token by the trainer's forward of one batch, and as the engine gave them.
+
+    Args:
+        model: with a scoring head at the temperature of sampling.
+        rows: (prompt, sample), none without tokens.
+        pad_id: any valid token id.
+
+    Returns:
+        (trainer's, engine's), fp32 [tokens] on the CPU, row after row.
+    """
     prompt_len = max(len(p) for p, _ in rows)
     completion_len = max(len(o.token_ids) for _, o in rows)
     device = next(model.parameters()).device
@@ -70,7 +89,6 @@ def probe_parity(
         ids[row, span] = torch.tensor(prompt + output.token_ids)
         mask[row, span] = 1
         sampled[row, : len(output.token_ids)] = torch.tensor(output.temperature_logprobs)
-    with torch.no_grad():
-        logprobs, _ = packed_logprobs(model, ids.to(device), mask.to(device), completion_len)
-    difference = (logprobs.cpu() - sampled).abs()[mask[:, prompt_len:].bool()]
-    return Parity(difference.numel(), float(difference.mean()), float(difference.max()))
+    logprobs, _ = packed_logprobs(model, ids.to(device), mask.to(device), completion_len)
+    real = mask[:, prompt_len:].bool()
+    return logprobs.cpu()[real], sampled[real]

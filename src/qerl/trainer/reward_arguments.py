@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from qerl.trainer.timed_reward import TimedReward
+from qerl.trainer.timed_reward import CheckedReward
 
 # What TRL passes beside the columns of the data set.
 _TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -34,7 +34,7 @@ def check_reward_arguments(rewards: Sequence[Any], columns: Sequence[str], *, en
     for reward in rewards:
         if isinstance(reward, nn.Module) or not callable(reward):
             continue
-        function = reward.function if isinstance(reward, TimedReward) else reward
+        function = reward.function if isinstance(reward, CheckedReward) else reward
         name = getattr(function, "__name__", type(function).__name__)
         parameters = inspect.signature(function).parameters.values()
         taken = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

@@ -174,6 +174,7 @@ class Run:
 
     def _execute(self, trainer: QeRLTrainer, pool: RewardPool | None) -> dict[str, Any]:
         run, stop = self.run, StopOnSignal()
+        trainer.try_rewards()  # before the evaluation, which may take long
         trainer.add_callback(RunLogger(trainer, self.show, run_values=asdict(run)))
         trainer.add_callback(stop)
         for noisy in (PrinterCallback, ProgressCallback):  # the live line replaces them

@@ -40,36 +40,16 @@ class _Named:
         ) from error
 
 
-class TimedReward:
-    """A reward function that keeps its name, counts its seconds and remembers the golds it saw.
+class CheckedReward:
+    """A reward function under its own name, whose mistakes are named.
 
     Args:
-        function: TRL's convention, ``fn(prompts, completions, **columns) -> list[float | None]``.
-
-    Raises:
-        RewardCallError: when called, for whatever the function raises (errors that a reward of qerl's states are left
-            as they are), and for a return value that is not a number or None for each completion.
+        function: TRL's convention, ``fn(prompts, completions, **columns) -> list[float | None]``; plain or async.
     """
 
-    def __init__(self, function: Callable[..., list[float | None]]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.__name__ = getattr(function, "__name__", type(function).__name__)
-        self.seconds = 0.0
-        self.answers: list[Any] = []
-
-    def __call__(self, **kwargs: Any) -> list[float | None]:
-        start = time.perf_counter()
-        self.answers = list(kwargs.get("answer") or [])
-        rewards = self._call(kwargs)
-        self.seconds += time.perf_counter() - start
-        return rewards
-
-    def _call(self, kwargs: dict[str, Any]) -> list[float | None]:
-        with _Named(self.__name__):
-            rewards = self.function(**kwargs)
-            if inspect.isgenerator(rewards):
-                rewards = list(rewards)
-        return self._checked(rewards, len(kwargs["completions"]))
 
     def _checked(self, rewards: Any, expected: int) -> list[float | None]:
         if (
@@ -94,19 +74,62 @@ class TimedReward:
                 )
         return rewards
 
+
+class TimedReward(CheckedReward):
+    """A plain function that also counts its seconds and remembers the golds it saw.
+
+    Raises:
+        RewardCallError: when called, for whatever the function raises (errors that a reward of qerl's states are left
+            as they are), and for a return value that is not a number or None for each completion.
+    """
+
+    def __init__(self, function: Callable[..., list[float | None]]) -> None:
+        super().__init__(function)
+        self.seconds = 0.0
+        self.answers: list[Any] = []
+
+    def __call__(self, **kwargs: Any) -> list[float | None]:
+        start = time.perf_counter()
+        self.answers = list(kwargs.get("answer") or [])
+        rewards = self.trial(**kwargs)
+        self.seconds += time.perf_counter() - start
+        return rewards
+
+    def trial(self, **kwargs: Any) -> list[float | None]:
+        """The same call, not counted."""
+        with _Named(self.__name__):
+            rewards = self.function(**kwargs)
+            if inspect.isgenerator(rewards):
+                rewards = list(rewards)
+        return self._checked(rewards, len(kwargs["completions"]))
+
     def take_seconds(self) -> float:
         """Seconds since the last call (resets)."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
 
+class AsyncReward(CheckedReward):
+    """A coroutine function; TRL awaits those of a batch together.
+
+    Raises:
+        RewardCallError: when awaited, as :class:`TimedReward`.
+    """
+
+    async def __call__(self, **kwargs: Any) -> list[float | None]:
+        with _Named(self.__name__):
+            rewards = await self.function(**kwargs)
+        return self._checked(rewards, len(kwargs["completions"]))
+
+
 def timed(reward_funcs: Any) -> list[Any]:
-    """The rewards as a list, plain functions wrapped in :class:`TimedReward` (models and coroutines are left alone)."""
+    """The rewards as a list, functions wrapped in :class:`TimedReward` or :class:`AsyncReward` (models are left)."""
     rewards = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-    return [TimedReward(reward) if _is_plain_function(reward) else reward for reward in rewards]
+    return [_wrapped(reward) for reward in rewards]
 
 
-def _is_plain_function(reward: Any) -> bool:
-    """A function that is called with TRL's keyword arguments and returns at once (no model, no coroutine)."""
+def _wrapped(reward: Any) -> Any:
+    if not callable(reward) or isinstance(reward, (nn.Module, CheckedReward)):
+        return reward
     is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
-    return callable(reward) and not isinstance(reward, nn.Module) and not is_async
+    return AsyncReward(reward) if is_async else TimedReward(reward)

@@ -50,6 +50,7 @@ from qerl.trainer.preflight import (
 )
 from qerl.trainer.regroup import regroup
 from qerl.trainer.reward_arguments import check_reward_arguments
+from qerl.trainer.reward_trial import try_rewards
 from qerl.trainer.sampler import EpochRepeatSampler
 from qerl.trainer.timed_reward import TimedReward, timed
 
@@ -148,6 +149,7 @@ class QeRLTrainer(GRPOTrainer):
         # Every rank reads the packed weights itself, and may hold them in another layout than the first one: DDP must
         # not overwrite them with the first rank's bytes. (torch has no public name for this list.)
         self.model._ddp_params_and_buffers_to_ignore = packed_parameters(self.model)
+        self._rewards_tried = not args.try_rewards or kwargs.get("environment_factory") is not None
         self._timed_rewards = [f for f in rewards if isinstance(f, TimedReward)]
         self._low_ess_rollouts = 0
         self._rewards_per_func: torch.Tensor | None = None
@@ -366,8 +368,21 @@ class QeRLTrainer(GRPOTrainer):
             + ". The last checkpoint is unaffected; resume from it with a lower learning rate."
         )
 
+    def try_rewards(self) -> None:
+        """Call the user's reward functions once (``args.try_rewards``), unless that was done before.
+
+        Not in the constructor: a function may refer to the trainer that it is given to.
+
+        Raises:
+            RewardCallError: one that fails on a made-up group of the first row.
+        """
+        if not self._rewards_tried:
+            try_rewards(self)
+        self._rewards_tried = True
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's training; the policy is clean again afterwards, also when it fails."""
+        """TRL's training; the policy is clean again afterwards, also when it fails. Rewards are tried first."""
+        self.try_rewards()
         try:
             return super().train(*args, **kwargs)
         finally:

@@ -9,11 +9,11 @@ import torch
 
 from qerl.kernels.device import launch_on, multiprocessor_count
 from qerl.kernels.lora import reference
-from qerl.kernels.lora.packed import LoraSegment, PackedB
+from qerl.kernels.lora.packed import LoraSegment, PackedB, padded_rank
 from qerl.kernels.quant_matmul import hopper
 from qerl.kernels.rows import aligned_rows
 
-__all__ = ["MAX_SHRINK_ROWS", "LoraSegment", "PackedB", "lora_expand", "lora_shrink"]
+__all__ = ["MAX_SHRINK_ROWS", "LoraSegment", "PackedB", "lora_expand", "lora_shrink", "padded_rank"]
 
 MAX_SHRINK_ROWS = hopper.MAX_SHRINK_ROWS
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -18,6 +18,14 @@ MAP_WIDTH = 5
 _ALIGNED = 8
 
 
+def padded_rank(rank: int) -> int:
+    """The rank with which factors of ``rank`` reach the kernels, the rest zeros: the next multiple of 8.
+
+    Other ranks cannot be added before a product rounds, which the members of one group would then not do alike.
+    """
+    return -(-rank // _ALIGNED) * _ALIGNED
+
+
 @dataclass(frozen=True, slots=True)
 class LoraSegment:
     """One member of a fused group: which columns of u it reads and which of y it adds to."""
