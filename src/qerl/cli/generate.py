@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from qerl.cli.options import Adapter, Device, Head, MaxModelLen, MaxNewTokens, Model, Seed, Temperature, TopP, Weights
+from qerl.cli.options import (
+    Adapter,
+    Device,
+    Head,
+    MaxModelLen,
+    MaxNewTokens,
+    Model,
+    Seed,
+    SpeculativeTokens,
+    Temperature,
+    TopP,
+    Weights,
+)
 
 if TYPE_CHECKING:
     from qerl.cli.prompts import Prompt
@@ -51,6 +63,7 @@ def generate(
     force: Annotated[bool, typer.Option("--force", help="Replace the file at --out.")] = False,
     device: Device = "auto",
     max_model_len: MaxModelLen = None,
+    speculative_tokens: SpeculativeTokens = 0,
 ) -> None:
     """Generate completions; the chat template of the model is applied unless --raw is given.
 
@@ -79,6 +92,7 @@ def generate(
         adapter=None if adapter is None else str(adapter),
         device=device,
         max_model_len=max_model_len,
+        speculative_tokens=speculative_tokens,
     )
     renderer = PromptRenderer(tokenizer)
     rendered = [renderer.render_raw(item.content) if raw else renderer.render(item.messages(system)) for item in chosen]

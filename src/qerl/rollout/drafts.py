@@ -1,19 +1,22 @@
 """Guesses of what comes next, from what was written before: the longest suffix of a text that occurs in the group.
 
 A group's texts are its prompt, its samples as they grow, and completions of the same prompt from earlier calls. Every
-place is filed under its last three tokens; a proposal compares the few latest places of the same three tokens backwards
-and copies what followed the longest match. Work is constant a token and a proposal, and so is memory a token, up to a
-limit. What matched is compared token by token, so that keys that collide cost time, not sense.
+place is filed under the three tokens before it, under the last two, and under the last one. A proposal asks for the
+three, then the two, then the one, compares the few latest places it finds backwards, and copies what followed the
+longest match. Work is constant a token and a proposal, and so is memory a token, up to a limit. What matched is
+compared token by token, so that keys that collide cost time, not sense. What a short match is worth is not decided
+here.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Shortest match that is worth a guess, and the length beyond which a longer one says nothing more.
-MIN_MATCH = 3
+# The length beyond which a longer match says nothing more.
 MAX_MATCH = 32
-# Latest places kept of the same three tokens.
+# Tokens that places are filed under, those asked first before the others.
+_ORDERS = (3, 2, 1)
+# Latest places kept of the same tokens.
 _PLACES = 8
 _TOKEN_BITS = 21
 
@@ -37,8 +40,8 @@ class DraftIndex:
     """Texts of one group, each known by the number that ``add`` returned.
 
     Args:
-        max_keys: places are filed under at most this many distinct keys, some 300 bytes each; the older half goes when
-            they are full.
+        max_keys: places are filed under at most this many distinct keys, some 300 bytes each (three a token at most);
+            the older half goes when they are full.
     """
 
     def __init__(self, max_keys: int) -> None:
@@ -57,7 +60,7 @@ class DraftIndex:
     def add(self, text: Sequence[int], start: int) -> int:
         """Take a text that may grow (it is not copied), its places from ``start`` on; returns its number."""
         self._texts.append(text)
-        self._filed.append(max(start, MIN_MATCH))
+        self._filed.append(max(start, 1))
         number = len(self._texts) - 1
         self.extend(number)
         return number
@@ -66,17 +69,9 @@ class DraftIndex:
         """File the places of what the text has grown by."""
         text, start = self._texts[number], self._filed[number]
         for position in range(start, len(text)):
-            key = _key(text, position)
-            places = self._newer.get(key)
-            if places is None:
-                if len(self._newer) == self._half:
-                    self._older, self._newer = self._newer, {}
-                # Both halves are asked, so a key that is used again need not be taken over.
-                self._newer[key] = [(number, position)]
-                continue
-            places.append((number, position))
-            if len(places) > _PLACES:
-                del places[0]
+            for order in _ORDERS:
+                if order <= position:
+                    self._file(_key(text, position, order), (number, position))
         self._filed[number] = max(start, len(text))
 
     def propose(self, number: int, count: int) -> Draft:
@@ -86,16 +81,12 @@ class DraftIndex:
         the text itself goes on into the draft, so that a repetition is continued for as long as is wanted.
         """
         text = self._texts[number]
-        if count < 1 or len(text) < MIN_MATCH:
-            return NO_DRAFT
-        key = _key(text, len(text))
-        places = [*self._older.get(key, ()), *self._newer.get(key, ())]
-        longest, best = MIN_MATCH - 1, []
-        for place in places:
+        longest, best = 0, []
+        for place in self._places(text) if count > 0 else ():
             length = self._match(text, *place)
             if length > longest:
                 longest, best = length, [place]
-            elif length == longest and best:
+            elif length == longest > 0:
                 best.append(place)
         if not best:
             return NO_DRAFT
@@ -109,6 +100,28 @@ class DraftIndex:
                 guess.append(guess[len(guess) - (len(text) - position)])
         return Draft(guess, longest)
 
+    def _file(self, key: int, place: tuple[int, int]) -> None:
+        places = self._newer.get(key)
+        if places is None:
+            if len(self._newer) == self._half:
+                self._older, self._newer = self._newer, {}
+            # Both halves are asked, so what the older one has of this key need not be taken over.
+            self._newer[key] = [place]
+            return
+        places.append(place)
+        if len(places) > _PLACES:
+            del places[0]
+
+    def _places(self, text: Sequence[int]) -> list[tuple[int, int]]:
+        """Latest places of the most last tokens of ``text`` that have any, oldest first."""
+        for order in _ORDERS:
+            if order <= len(text):
+                key = _key(text, len(text), order)
+                places = [*self._older.get(key, ()), *self._newer.get(key, ())]
+                if places:
+                    return places
+        return []
+
     def _match(self, text: Sequence[int], other: int, position: int) -> int:
         """Length of the common suffix of ``text`` and the first ``position`` tokens of text ``other``."""
         source, end = self._texts[other], len(text)
@@ -119,6 +132,9 @@ class DraftIndex:
         return length + 1
 
 
-def _key(text: Sequence[int], position: int) -> int:
-    """The three tokens before ``position`` as one number."""
-    return (text[position - 3] << 2 * _TOKEN_BITS) ^ (text[position - 2] << _TOKEN_BITS) ^ text[position - 1]
+def _key(text: Sequence[int], position: int, order: int) -> int:
+    """The ``order`` tokens before ``position`` as one number."""
+    key = order
+    for token in text[position - order : position]:
+        key = key << _TOKEN_BITS ^ token
+    return key

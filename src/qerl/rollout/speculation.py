@@ -23,8 +23,9 @@ _CPU_COST = ((1, 1.0), (2, 1.5), (8, 1.6), (16, 2.1), (32, 3.1))
 # What a step with drafts loses: the host works while the device waits, as drafts need the tokens of the step before.
 # CUDA: assumed, not measured. On the CPU nothing runs ahead.
 _CUDA_HOST_COST, _CPU_HOST_COST = 0.1, 0.01
-# Chance that a draft is right before any was tried, by length of the match (from this one on), worth so many trials.
-_PRIORS = ((3, 0.5), (5, 0.6), (8, 0.7), (16, 0.8))
+# Chance that a guess is right before any was tried, by length of the match (from this one on), worth so many trials.
+# Found with SmolLM2-135M on GSM8K at T = 1, rounded (docs/log.md); a better model is more predictable.
+_PRIORS = ((1, 0.25), (2, 0.35), (3, 0.5), (5, 0.6), (8, 0.6))
 _PRIOR_TRIALS = 8
 # Counts are halved there, so that what is long ago weighs less.
 _MAX_TRIALS = 512
@@ -42,8 +43,14 @@ class _Trials:
     tried: float
     right: float
 
-    def count(self, right: int, wrong: int) -> None:
-        self.tried += right + wrong
+    @property
+    def chance(self) -> float:
+        """Share of the drafts that was right."""
+        return self.right / self.tried
+
+    def count(self, right: bool) -> None:
+        """One more was tried."""
+        self.tried += 1
         self.right += right
         if self.tried > _MAX_TRIALS:
             self.tried, self.right = self.tried / 2, self.right / 2
@@ -111,8 +118,10 @@ class Speculation:
         # (chance that all drafts of the sample up to this one are right, its number, its sample)
         gains: list[tuple[float, int, int]] = []
         for i, (sample, draft) in enumerate(zip(samples, drafts, strict=True)):
-            chance = self._chance(sample, draft)
-            gains += [(chance**number, number, i) for number in range(1, len(draft.token_ids) + 1)]
+            chance = 1.0
+            for number in range(len(draft.token_ids)):
+                chance *= self._trials_of(sample, draft.match + number).chance
+                gains.append((chance, number + 1, i))
         gains.sort(key=lambda gain: (-gain[0], gain[1], gain[2]))
         chosen = [0] * len(samples)
         for _, number, i in gains[: self._best_count(len(samples), [gain for gain, _, _ in gains])]:
@@ -123,7 +132,9 @@ class Speculation:
         """``gained`` tokens of a sample's draft were right; ``refuted``: the next one was not."""
         self.drafted += len(draft.token_ids)
         self.accepted += gained
-        self._trials_of(sample, draft).count(gained, int(refuted))
+        # Behind a guess that was right the match is longer by one.
+        for number in range(gained + refuted):
+            self._trials_of(sample, draft.match + number).count(number < gained)
 
     def count_step(self, samples: int, rows: int, tokens: int) -> None:
         """A step of ``rows`` rows brought ``tokens`` tokens of ``samples`` samples; a verdict on drafting when due."""
@@ -158,16 +169,10 @@ class Speculation:
         index, first = self._indexes[sample.prefix]
         return index.propose(first + sample.sample_index, min(self._max_drafts, left))
 
-    def _trials_of(self, sample: Sample, draft: Draft) -> _Trials:
-        prior = max(number for number, (length, _) in enumerate(_PRIORS) if length <= draft.match)
+    def _trials_of(self, sample: Sample, match: int) -> _Trials:
+        prior = max(number for number, (length, _) in enumerate(_PRIORS) if length <= match)
         start = _Trials(_PRIOR_TRIALS, _PRIOR_TRIALS * _PRIORS[prior][1])
         return self._trials.setdefault((sample.prefix.sampling.greedy, prior), start)
-
-    def _chance(self, sample: Sample, draft: Draft) -> float:
-        if not draft.token_ids:
-            return 0.0
-        trials = self._trials_of(sample, draft)
-        return trials.right / trials.tried
 
     def _best_count(self, samples: int, gains: Sequence[float]) -> int:
         """How many of the drafts, the likeliest first, give the most tokens for the cost of the step."""
