@@ -17,6 +17,7 @@ from qerl.cli.options import (
     MaxNewTokens,
     Model,
     Seed,
+    SpeculativeMaxBatch,
     SpeculativeTokens,
     Temperature,
     TopP,
@@ -64,6 +65,7 @@ def generate(
     device: Device = "auto",
     max_model_len: MaxModelLen = None,
     speculative_tokens: SpeculativeTokens = 0,
+    speculative_max_batch: SpeculativeMaxBatch = 16,
 ) -> None:
     """Generate completions; the chat template of the model is applied unless --raw is given.
 
@@ -93,6 +95,7 @@ def generate(
         device=device,
         max_model_len=max_model_len,
         speculative_tokens=speculative_tokens,
+        speculative_max_batch=speculative_max_batch,
     )
     renderer = PromptRenderer(tokenizer)
     rendered = [renderer.render_raw(item.content) if raw else renderer.render(item.messages(system)) for item in chosen]

@@ -18,3 +18,4 @@ MaxModelLen = Annotated[int | None, typer.Option(min=1, help="Longest prompt + c
 SpeculativeTokens = Annotated[
     int, typer.Option(min=0, help="Tokens guessed ahead for a sample while few run; 0 is off. Results are the same.")
 ]
+SpeculativeMaxBatch = Annotated[int, typer.Option(min=1, help="Samples running up to which tokens are guessed.")]

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from qerl.cli.options import Adapter, Device, Head, MaxModelLen, Model, SpeculativeTokens, Weights
+from qerl.cli.options import Adapter, Device, Head, MaxModelLen, Model, SpeculativeMaxBatch, SpeculativeTokens, Weights
 
 
 def serve(
@@ -23,6 +23,7 @@ def serve(
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 256,
     kv_dtype: Annotated[str, typer.Option(help="KV cache: auto (compute dtype) or fp8.")] = "auto",
     speculative_tokens: SpeculativeTokens = 0,
+    speculative_max_batch: SpeculativeMaxBatch = 16,
 ) -> None:
     """Serve /v1/completions, /v1/chat/completions and /v1/models until interrupted."""
     from qerl.serving.run import check_exposure
@@ -46,4 +47,5 @@ def serve(
         max_num_seqs=max_num_seqs,
         kv_dtype=kv_dtype,
         speculative_tokens=speculative_tokens,
+        speculative_max_batch=speculative_max_batch,
     )

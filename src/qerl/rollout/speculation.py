@@ -3,7 +3,8 @@
 A step of more rows takes longer and may round otherwise, so a choice that a clock made would make runs differ. The cost
 of a step is therefore a table by device (a measured one, interpolated), and the chance that a draft is right is counted
 in this run, by the length of its match. A step takes the drafts that bring the most tokens for its cost, often none.
-Where steps with drafts brought less than plain steps would have, there is a pause, which doubles while that stays so.
+Where steps with drafts brought less than plain steps would have, there is a pause; the next one is twice as long, and
+half as long after steps that paid.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,18 +18,21 @@ from qerl.rollout.scheduler import Prefix, Sample
 
 # (rows, time of a step of so many rows over that of one row); beyond the last two points the line goes on.
 # CUDA: 7B, NVFP4, LoRA, H200: 3.02 ms at 8 rows, 5.29 at 64 (docs/log.md); up to 8 rows the products cost the same.
-# CPU: SmolLM2-135M in fp32, one thread: 63, 100, 100, 133, 195 ms.
+# CPU: SmolLM2-135M in fp32, one thread: 67, 110, 117, 155, 212 ms (102 at 4 rows).
 _CUDA_COST = ((1, 1.0), (8, 1.0), (64, 1.75))
-_CPU_COST = ((1, 1.0), (2, 1.5), (8, 1.6), (16, 2.1), (32, 3.1))
-# What a step with drafts loses: the host works while the device waits, as drafts need the tokens of the step before.
-# CUDA: assumed, not measured. On the CPU nothing runs ahead.
-_CUDA_HOST_COST, _CPU_HOST_COST = 0.1, 0.01
+_CPU_COST = ((1, 1.0), (2, 1.55), (8, 1.7), (16, 2.25), (32, 3.2))
+# Time of the host that a step with drafts adds, fixed and for each sample, in the same unit: 85 and 30 microseconds
+# were measured with 4 drafts. On CUDA the device waits meanwhile (as drafts need the tokens of the step before, nothing
+# is launched ahead), over a step of 3 ms; what else the wait costs there was not measured.
+_CUDA_HOST, _CPU_HOST = (0.03, 0.01), (0.001, 0.0005)
 # Chance that a guess is right before any was tried, by length of the match (from this one on), worth so many trials.
 # Found with SmolLM2-135M on GSM8K at T = 1, rounded (docs/log.md); a better model is more predictable.
 _PRIORS = ((1, 0.25), (2, 0.35), (3, 0.5), (5, 0.6), (8, 0.6))
 _PRIOR_TRIALS = 8
 # Counts are halved there, so that what is long ago weighs less.
 _MAX_TRIALS = 512
+# Drafting pays from this much more tokens for the cost on: costs are not known better than that.
+_MARGIN = 1.05
 # Steps with drafts between two verdicts; plain steps in the first pause and in the longest.
 _WINDOW = 16
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 1024
@@ -78,7 +82,7 @@ class Speculation:
         self._max_batch = config.speculative_max_batch
         self._max_keys = max(1, _MAX_KEYS // self._max_batch)
         self._cost_points = _CUDA_COST if cuda else _CPU_COST
-        self._host_cost = _CUDA_HOST_COST if cuda else _CPU_HOST_COST
+        self._host = _CUDA_HOST if cuda else _CPU_HOST
         self._size_of = size_of
         self._history = history
         self._indexes: dict[Prefix, tuple[DraftIndex, int]] = {}
@@ -139,13 +143,14 @@ class Speculation:
     def count_step(self, samples: int, rows: int, tokens: int) -> None:
         """A step of ``rows`` rows brought ``tokens`` tokens of ``samples`` samples; a verdict on drafting when due."""
         self.steps += rows > samples
-        self._window.append((tokens, self._cost(rows) + self._host_cost, samples, self._cost(samples)))
+        self._window.append((tokens, self._drafting_cost(samples, rows), samples, self._cost(samples)))
         if len(self._window) < _WINDOW:
             return
         drawn, cost, plain_drawn, plain_cost = map(sum, zip(*self._window, strict=True))
         self._window.clear()
-        if drawn * plain_cost > plain_drawn * cost:
-            self._next_pause = _FIRST_PAUSE
+        if drawn * plain_cost > _MARGIN * plain_drawn * cost:
+            # By and by: one window that pays may be luck.
+            self._next_pause = max(_FIRST_PAUSE, self._next_pause // 2)
             return
         self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, _LONGEST_PAUSE)
         # The next try begins without prejudice: what was counted belongs to text of long ago by then.
@@ -176,13 +181,18 @@ class Speculation:
 
     def _best_count(self, samples: int, gains: Sequence[float]) -> int:
         """How many of the drafts, the likeliest first, give the most tokens for the cost of the step."""
-        best, best_rate, tokens = 0, samples / (self._cost(samples) + self._host_cost), float(samples)
+        best, best_rate, tokens = 0, samples / self._drafting_cost(samples, samples), float(samples)
         for count, gain in enumerate(gains, start=1):
             tokens += gain
-            rate = tokens / (self._cost(samples + count) + self._host_cost)
+            rate = tokens / self._drafting_cost(samples, samples + count)
             if rate > best_rate:
                 best, best_rate = count, rate
         return best
+
+    def _drafting_cost(self, samples: int, rows: int) -> float:
+        """Time of a step of a run with drafts, its host's included."""
+        fixed, for_each = self._host
+        return self._cost(rows) + fixed + for_each * samples
 
     def _cost(self, rows: int) -> float:
         """Time of a step over that of one row."""

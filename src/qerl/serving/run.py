@@ -83,12 +83,13 @@ def serve(
     max_num_seqs: int = 256,
     kv_dtype: str = "auto",
     speculative_tokens: int = 0,
+    speculative_max_batch: int = 16,
 ) -> None:
     """Load ``model`` and serve it until interrupted.
 
     Args:
         name: that clients ask for; default: name of the folder.
-        weights, head, max_model_len, max_num_seqs, kv_dtype, speculative_tokens: see
+        weights, head, max_model_len, max_num_seqs, kv_dtype, speculative_tokens, speculative_max_batch: see
             :func:`qerl.rollout.build.build_engine`.
 
     Raises:
@@ -114,6 +115,7 @@ def serve(
             max_num_seqs=max_num_seqs,
             kv_dtype=kv_dtype,
             speculative_tokens=speculative_tokens,
+            speculative_max_batch=speculative_max_batch,
         )
         if not isinstance(engine, RolloutEngine):
             raise UnsupportedArchitectureError(f"{model} runs on transformers' generation only, which cannot be served")
