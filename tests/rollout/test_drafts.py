@@ -181,7 +181,7 @@ def test_drafting_switches_itself_off_where_nothing_repeats(
 ) -> None:
     monkeypatch.setattr(HashRunner, "max_position", 2_000)
     sampling = SamplingParams(n=16, max_tokens=400, ignore_eos=True, temperature=5.0)
-    plain, drafting = make_engine(), make_engine(speculative_tokens=4)
+    plain, drafting = make_engine(), make_engine(speculative_tokens=4, speculative_max_batch=16)
     expected = plain.generate([[1, 2, 3]], sampling)
     with caplog.at_level("INFO", "qerl"):
         for _ in range(2):
@@ -215,13 +215,13 @@ def test_rows_are_spent_where_they_pay() -> None:
     many = planned(policy(speculative_max_batch=64), group_of(48, text))
     assert 0 < sum(many) < 48 * 2, "at many samples a row must bring more than the average one"
     refuted = policy()
-    few = group_of(16, text)
+    few = group_of(8, text)
     refuted.follow(few)
     for _ in range(40):
         for sample in few:
             refuted.observe(sample, Draft([1, 2, 3, 4], 8), 0, refuted=True)
-    assert planned(refuted, few) == [0] * 16
-    assert (refuted.drafted, refuted.accepted) == (40 * 16 * 4, 0)
+    assert planned(refuted, few) == [0] * 8
+    assert (refuted.drafted, refuted.accepted) == (40 * 8 * 4, 0)
     # A padded step of 16 rows is paid for anyway.
     assert sum(planned(policy(lambda rows: -(-rows // 16) * 16), group_of(9, text))) >= 7
 
@@ -245,10 +245,10 @@ def test_pauses_double_until_drafts_pay() -> None:
             plain += 1
         pauses.append(plain)
     assert pauses == [32, 64, 128, 256, 512, 1024, 1024, 1024]
-    for _ in range(16 * 6):
+    for _ in range(32 * 6):
         speculation.count_step(samples=2, rows=4, tokens=4)
         assert speculation.wanted(2)
-    assert not speculation.wanted(17) and not speculation.wanted(0)
+    assert not speculation.wanted(9) and not speculation.wanted(0)
     while speculation.wanted(2):
         speculation.count_step(samples=2, rows=2, tokens=2)
     for _ in range(32):

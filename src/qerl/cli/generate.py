@@ -65,7 +65,7 @@ def generate(
     device: Device = "auto",
     max_model_len: MaxModelLen = None,
     speculative_tokens: SpeculativeTokens = 0,
-    speculative_max_batch: SpeculativeMaxBatch = 16,
+    speculative_max_batch: SpeculativeMaxBatch = 8,
 ) -> None:
     """Generate completions; the chat template of the model is applied unless --raw is given.
 

@@ -23,7 +23,7 @@ def serve(
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 256,
     kv_dtype: Annotated[str, typer.Option(help="KV cache: auto (compute dtype) or fp8.")] = "auto",
     speculative_tokens: SpeculativeTokens = 0,
-    speculative_max_batch: SpeculativeMaxBatch = 16,
+    speculative_max_batch: SpeculativeMaxBatch = 8,
 ) -> None:
     """Serve /v1/completions, /v1/chat/completions and /v1/models until interrupted."""
     from qerl.serving.run import check_exposure

@@ -36,7 +36,7 @@ def make_engine(
     kv_dtype: Literal["auto", "fp8"] = "auto",
     cuda_graphs: bool = True,
     speculative_tokens: int = 0,
-    speculative_max_batch: int = 16,
+    speculative_max_batch: int = 8,
     speculative_history: int = 0,
 ) -> RolloutEngine | TransformersEngine:
     """An engine over ``model`` (which may be PEFT-wrapped).
@@ -150,7 +150,7 @@ def build_engine(
     kv_dtype: Literal["auto", "fp8"] = "auto",
     cuda_graphs: bool = True,
     speculative_tokens: int = 0,
-    speculative_max_batch: int = 16,
+    speculative_max_batch: int = 8,
     speculative_history: int = 0,
 ) -> tuple[RolloutEngine | TransformersEngine, PreTrainedTokenizerBase, nn.Module]:
     """Load model, tokenizer and adapter from local folders and put an engine over them.

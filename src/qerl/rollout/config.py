@@ -47,7 +47,7 @@ class EngineConfig:
     kv_dtype: Literal["auto", "fp8"] = "auto"
     cuda_graphs: bool = True
     speculative_tokens: int = 0
-    speculative_max_batch: int = 16
+    speculative_max_batch: int = 8
     speculative_history: int = 0
 
     def __post_init__(self) -> None:

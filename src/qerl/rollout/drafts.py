@@ -40,8 +40,8 @@ class DraftIndex:
     """Texts of one group, each known by the number that ``add`` returned.
 
     Args:
-        max_keys: places are filed under at most this many distinct keys, some 300 bytes each (three a token at most);
-            the older half goes when they are full.
+        max_keys: places are filed under at most this many distinct keys, at most three a token and some 300 bytes each
+            (1 KB where a key is met often); the older half goes when they are full.
     """
 
     def __init__(self, max_keys: int) -> None:

@@ -33,9 +33,10 @@ _PRIOR_TRIALS = 8
 _MAX_TRIALS = 512
 # Drafting pays from this much more tokens for the cost on: costs are not known better than that.
 _MARGIN = 1.05
-# Steps with drafts between two verdicts; plain steps in the first pause and in the longest.
-_WINDOW = 16
+# Tokens that plain steps would have drawn between two verdicts; plain steps in the first pause and in the longest.
+_WINDOW = 64
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 1024
+_NO_STEPS = (0, 0.0, 0, 0.0)
 # Keys of all indexes of a run together.
 _MAX_KEYS = 1 << 18
 
@@ -88,8 +89,8 @@ class Speculation:
         self._indexes: dict[Prefix, tuple[DraftIndex, int]] = {}
         self._trials: dict[tuple[bool, int], _Trials] = {}
         self._pause, self._next_pause = 0, _FIRST_PAUSE
-        # (tokens, cost, tokens and cost of a plain step) of each step since the last verdict.
-        self._window: list[tuple[int, float, int, float]] = []
+        # Tokens and cost of the steps since the last verdict, and those of as many plain steps.
+        self._window: tuple[float, ...] = _NO_STEPS
 
     def wanted(self, running: int) -> bool:
         """Whether to try drafts with so many running samples."""
@@ -143,11 +144,12 @@ class Speculation:
     def count_step(self, samples: int, rows: int, tokens: int) -> None:
         """A step of ``rows`` rows brought ``tokens`` tokens of ``samples`` samples; a verdict on drafting when due."""
         self.steps += rows > samples
-        self._window.append((tokens, self._drafting_cost(samples, rows), samples, self._cost(samples)))
-        if len(self._window) < _WINDOW:
+        now = (tokens, self._drafting_cost(samples, rows), samples, self._cost(samples))
+        drawn, cost, plain_drawn, plain_cost = (sum(pair) for pair in zip(self._window, now, strict=True))
+        self._window = (drawn, cost, plain_drawn, plain_cost)
+        if plain_drawn < _WINDOW:
             return
-        drawn, cost, plain_drawn, plain_cost = map(sum, zip(*self._window, strict=True))
-        self._window.clear()
+        self._window = _NO_STEPS
         if drawn * plain_cost > _MARGIN * plain_drawn * cost:
             # By and by: one window that pays may be luck.
             self._next_pause = max(_FIRST_PAUSE, self._next_pause // 2)

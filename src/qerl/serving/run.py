@@ -83,7 +83,7 @@ def serve(
     max_num_seqs: int = 256,
     kv_dtype: str = "auto",
     speculative_tokens: int = 0,
-    speculative_max_batch: int = 16,
+    speculative_max_batch: int = 8,
 ) -> None:
     """Load ``model`` and serve it until interrupted.
 

@@ -135,10 +135,11 @@ class QeRLConfig(GRPOConfig):
     )
     max_num_seqs: int = field(default=256, metadata=_help("Sequences decoded at once."))
     speculative_tokens: int = field(
-        default=0, metadata=_help("Tokens guessed ahead for a sample while few run; same samples. 0: off.")
+        default=0,
+        metadata=_help("Tokens guessed ahead for a sample while few run (0: off); only rounding changes."),
     )
     speculative_max_batch: int = field(
-        default=16, metadata=_help("Running samples up to which speculative_tokens are guessed.")
+        default=8, metadata=_help("Running samples up to which speculative_tokens are guessed.")
     )
     speculative_history: int = field(
         default=0, metadata=_help("Tokens of earlier completions kept to guess from when a prompt comes again.")
