@@ -64,6 +64,49 @@ def test_a_model_folder_is_measured_as_stored(tiny_checkpoints: dict[str, Path],
     assert row["weights"] == "bf16"
 
 
+def test_drafts_are_measured_on_prompts_beside_decoding_without(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    out, prompts = tmp_path / "r.json", tmp_path / "prompts.txt"
+    prompts.write_text("one two three\nfour five\nsix seven eight\n")
+    arguments = [str(tiny_checkpoints["llama"]), "--weights", "auto", "--batch", "4", "--group", "2", "--new", "24"]
+    arguments += ["--speculative-tokens", "3", "--prompts", str(prompts), "--epochs", "2", "--device", "cpu"]
+    result = runner.invoke(app, ["bench", "rollout", *arguments, "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert written["rows"] == []
+    rows = written["speculative"]
+    assert [(row["temperature"], row["group"], row["epoch"], row["samples"]) for row in rows] == [
+        (1.0, 2, 1, 6), (1.0, 2, 2, 6), (0.0, 1, 1, 3), (0.0, 1, 2, 3)
+    ]  # fmt: skip
+    for row in rows:
+        assert row["speculative_tokens"] == 3 and row["parity"] < 1e-4
+        assert row["equal_samples"] == row["samples"]
+        assert row["tokens_per_s"] > 0 and row["over_plain"] > 0
+        assert row["acceptance"] is None or row["acceptance"] == pytest.approx(
+            row["accepted"] / row["drafted"], abs=1e-4
+        )
+    # Greedily the same is written again, which the second epoch knows.
+    assert rows[3]["acceptance"] > 0.8 and rows[3]["decode_steps"] < rows[3]["plain_decode_steps"]
+
+
+def test_drafts_need_prompts_and_a_model(tiny_config: Path, tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\n")
+    drafts, text = ["--speculative-tokens", "3"], ["--prompts", str(prompts)]
+    folder = str(tiny_checkpoints["llama"])
+    for arguments, message in (
+        ([folder, *drafts], "go together"),
+        ([folder, *text], "go together"),
+        (["--config-json", str(tiny_config), *drafts, *text], "needs a model folder"),
+        ([folder, "--weights", "auto", *drafts, *text, "--batch", "3", "--group", "2"], "no multiple of --group 2"),
+        ([folder, *drafts, *text, "--temperature", "hot"], "must be numbers"),
+    ):
+        result = runner.invoke(app, ["bench", "rollout", *arguments, "--device", "cpu"])
+        assert result.exit_code != 0
+        assert message in " ".join(result.output.split())
+
+
 def test_an_fp8_cache_is_named_and_counted(tiny_config: Path, tmp_path: Path) -> None:
     out = tmp_path / "r.json"
     arguments = ["--config-json", str(tiny_config), "--kv-dtype", "fp8", "--batch", "2", "--prompt", "8", "--new", "8"]

@@ -28,6 +28,13 @@ def test_raw_prompt_from_stdin(build) -> None:
     assert build.calls[0][1]["device"] == "cpu" and build.calls[0][1]["head"] == "nvfp4"
 
 
+def test_drafts_reach_the_engine(build) -> None:
+    arguments = ["generate", "m", "-p", "x", "--raw", "--speculative-tokens", "4", "--speculative-max-batch", "2"]
+    assert runner.invoke(app, arguments).exit_code == 0
+    options = build.calls[0][1]
+    assert (options["speculative_tokens"], options["speculative_max_batch"]) == (4, 2)
+
+
 def test_several_completions_are_told_apart(build) -> None:
     arguments = ["generate", "m", "-p", "x", "-p", "y", "--raw", "--n", "2", "--temperature", "0.5"]
     result = runner.invoke(app, arguments)

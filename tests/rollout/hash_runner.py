@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from qerl.rollout.core import ForwardBatch, SamplingParams
-from qerl.rollout.decode_run import Decoder
 from qerl.rollout.decode_step import DecodeBuffers, bucket_sizes
+from qerl.rollout.decoder import Decoder
 from qerl.rollout.engine import EngineConfig, RolloutEngine
 from qerl.rollout.graphs import StepGraphs
 from qerl.rollout.kv_cache import KVCache
@@ -98,9 +98,9 @@ class GraphedEngine(RolloutEngine):
 
     def _make_decoder(self) -> Decoder:
         decoder = super()._make_decoder()
-        sizes = bucket_sizes(self.config.max_num_seqs)
+        sizes = bucket_sizes(self.config.max_rows)
         width = decoder.buffers.table.shape[1]
-        buffers = DecodeBuffers(self.config.max_num_seqs, width, self.runner.device, depth=self.look_ahead + 1)
+        buffers = DecodeBuffers(self.config.max_rows, width, self.runner.device, depth=self.look_ahead + 1)
         return Decoder(self.runner, buffers, StepGraphs(lambda step: step), sizes, self.look_ahead)
 
 

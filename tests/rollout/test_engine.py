@@ -304,6 +304,9 @@ def test_prompts_of_the_caller_are_left_as_they_were() -> None:
     [
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
         ({"max_batch_tokens": -4}, "max_batch_tokens .* -4"),
+        ({"speculative_tokens": -1}, "speculative_tokens must be at least 0, got -1"),
+        ({"speculative_max_batch": 0}, "speculative_max_batch must be at least 1, got 0"),
+        ({"speculative_history": -5}, "speculative_history must be at least 0, got -5"),
         ({"kv_dtype": "int4"}, "kv_dtype must be auto or fp8, got 'int4'"),
         ({"num_blocks": 5, "memory_bytes": 10_000}, "num_blocks=5 and memory_bytes=10000"),
     ],

@@ -171,3 +171,33 @@ def test_rows_that_draw_differently_share_a_captured_forward(tmp_path: Path) -> 
     for _ in range(2):
         assert run(graphed) == expected
     assert graphed.stats.graph_replays == graphed.stats.decode_steps > 30
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(n=2, max_tokens=60, seed=3),
+        SamplingParams(n=2, max_tokens=60, temperature=0.0),
+        SamplingParams(n=2, max_tokens=40, temperature=0.8, top_p=0.9),
+    ],
+    ids=["plain", "greedy", "truncated"],
+)
+def test_drafts_under_graphs(sampling: SamplingParams, tmp_path: Path) -> None:
+    model = policy(tmp_path, weights="bf16")
+    drafts = {"speculative_tokens": 4, "speculative_history": 100_000}
+    graphed, eager = engine_of(model, **drafts), engine_of(model, cuda_graphs=False, **drafts)
+    expected = flat(engine_of(model).generate(PROMPTS, sampling))
+    for _ in range(4):
+        found = graphed.generate(PROMPTS, sampling)
+        assert found == eager.generate(PROMPTS, sampling), "graphs change no bit of a step with drafts"
+        for ours, plain in zip(flat(found), expected, strict=True):
+            pairs = enumerate(zip(ours.token_ids, plain.token_ids, strict=False))
+            length = min(len(ours.token_ids), len(plain.token_ids))
+            same = next((i for i, (x, y) in pairs if x != y), length)
+            assert same > min(4, length - 1), "other batch sizes may round differently, not compute something else"
+            assert ours.logprobs[:same] == pytest.approx(plain.logprobs[:same], abs=0.05)
+    # The last call drafts from what the calls before it drew.
+    stats = graphed.stats
+    assert stats.acceptance > 0.3 and stats.accepted_tokens > 20
+    assert stats.graph_replays > 0
+    assert not torch.isnan(graphed.kv.k).any()

@@ -17,10 +17,10 @@ from qerl.rollout.engine import EngineConfig
 from qerl.rollout.runner import DecoderRunner
 
 
-def graphed_engine(model) -> GraphedEngine:  # type: ignore[no-untyped-def]
+def graphed_engine(model, **drafts: int) -> GraphedEngine:  # type: ignore[no-untyped-def]
     """Steps are replayed with the tensors that they first ran with, as a graph would."""
     eos = eos_token_ids(model, tiny_tokenizer().eos_token_id)
-    return GraphedEngine(DecoderRunner(model, 64), eos, EngineConfig(max_num_seqs=16, num_blocks=80))
+    return GraphedEngine(DecoderRunner(model, 64), eos, EngineConfig(max_num_seqs=16, num_blocks=80, **drafts))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -34,6 +34,23 @@ def test_replayed_decode_gives_the_trainers_logprobs(family: str, tiny_checkpoin
     assert engine.stats.graph_replays > 20
     plain = make_engine(model, tiny_tokenizer(), max_model_len=64).generate(PROMPTS, sampling)
     assert [s.token_ids for g in outputs for s in g] == [s.token_ids for g in plain for s in g]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_change_no_token_and_get_the_trainers_logprobs(
+    family: str, temperature: float, tiny_checkpoints: dict[str, Path]
+) -> None:
+    model = policy(tiny_checkpoints[family])
+    sampling = SamplingParams(n=2, max_tokens=30, temperature=temperature, seed=1)
+    plain = make_engine(model, tiny_tokenizer(), max_model_len=64).generate(PROMPTS, sampling)
+    engine = graphed_engine(model, speculative_tokens=4, speculative_history=10_000)
+    for _ in range(3):
+        outputs = engine.generate(PROMPTS, sampling)
+        assert [s.token_ids for g in outputs for s in g] == [s.token_ids for g in plain for s in g]
+        assert largest_difference(model, outputs, 1.0) < 1e-5
+    assert engine.stats.accepted_tokens > 30 and engine.stats.acceptance > 0.5
+    assert engine.stats.graph_replays > 0
 
 
 def test_noise_and_optimizer_steps_reach_replayed_steps_without_a_capture(tiny_checkpoints: dict[str, Path]) -> None:

@@ -38,11 +38,19 @@ Make = Callable[..., QeRLConfig]
         ("rollout_backend", "vllm", "rollout_backend='vllm' is unknown"),
         ("overlong_prompts", "truncate", "overlong_prompts='truncate' is unknown"),
         ("lora_r", 0, "lora_r=0 must be at least 1"),
+        ("speculative_tokens", -1, "speculative_tokens=-1 must be at least 0"),
+        ("speculative_max_batch", 0, "speculative_max_batch=0 must be at least 1"),
+        ("speculative_history", -1, "speculative_history=-1 must be at least 0"),
     ],
 )
 def test_refused_with_what_to_change(field: str, value: object, words: str, config: Make) -> None:
     with pytest.raises(ValueError, match=words):
         config(**{field: value})
+
+
+def test_drafts_need_the_engine(config: Make) -> None:
+    with pytest.raises(ConfigError, match="speculative_tokens=4 needs the engine: set rollout_backend"):
+        config(speculative_tokens=4, rollout_backend="transformers")
 
 
 def test_checkpoints_must_fall_between_generations(config: Make) -> None:

@@ -53,6 +53,20 @@ def test_a_packed_head_trains_and_agrees_with_what_samples(trainer: MakeTrainer,
     assert saved and all("lora_" in name for name in saved)
 
 
+def test_drafts_change_no_completion_of_a_run(trainer: MakeTrainer) -> None:
+    options = {"max_steps": 3, "num_train_epochs": 3}
+    _, plain = run(trainer, **options)
+    made, drafting = run(trainer, speculative_tokens=3, speculative_max_batch=64, speculative_history=10_000, **options)
+    config = made.engine.config
+    assert (config.speculative_tokens, config.speculative_max_batch, config.speculative_history) == (3, 64, 10_000)
+    assert 0 < made.engine.history.num_tokens <= 10_000
+    assert made.engine.stats.drafted_tokens > 0
+    assert max(drafting.values("parity/max")) < 1e-4
+    assert drafting.values("loss") == pytest.approx(plain.values("loss"), abs=1e-4)
+    assert drafting.values("completions/mean_length") == plain.values("completions/mean_length")
+    assert drafting.values("reward") == pytest.approx(plain.values("reward"))
+
+
 def test_without_noise_the_first_ratio_is_one_at_any_temperature(trainer: MakeTrainer) -> None:
     """Case 18: log-probs that are not temperature-scaled give a first ratio of about 2."""
     for temperature in (0.6, 1.0, 1.5):

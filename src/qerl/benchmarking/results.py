@@ -18,7 +18,7 @@ Row = dict[str, Any]
 _WORK = (
     "engine", "model", "layer", "op", "format", "method", "M", "layers", "lora_rank", "weights", "kv_dtype",
     "head_dtype", "batch", "context", "prompt", "new", "sequences", "slots", "samples", "mean_new", "max_new",
-    "compile_caches", "adapter", "dtype", "temperature",
+    "compile_caches", "adapter", "dtype", "temperature", "speculative_tokens", "group", "epoch",
 )  # fmt: skip
 
 

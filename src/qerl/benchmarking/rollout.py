@@ -95,7 +95,7 @@ def _fixed_row(
     context = prompt + new / 2
     floor_us = ceilings.floor_us(subject.step_bytes(batch, context), subject.step_flops(batch, context))
     return {
-        **_labels(subject),
+        **labels(subject),
         "batch": batch,
         "prompt": prompt,
         "new": new,
@@ -119,7 +119,7 @@ def measure_prefill(subject: Subject, ceilings: Ceilings, sequences: int, length
     engine.reset()
     free_memory(subject.device)
     return {
-        **_labels(subject),
+        **labels(subject),
         "sequences": sequences,
         "prompt": length,
         "seconds": round(seconds, 4),
@@ -159,7 +159,7 @@ def measure_long_tailed(subject: Subject, slots: int, prompt: int, lengths: Sequ
     engine.reset()
     free_memory(subject.device)
     return {
-        **_labels(subject),
+        **labels(subject),
         "slots": slots,
         "samples": len(lengths),
         "prompt": prompt,
@@ -284,7 +284,8 @@ def check_outputs(subject: Subject, prompts: list[list[int]], outputs: list[list
     return parity
 
 
-def _labels(subject: Subject) -> Row:
+def labels(subject: Subject) -> Row:
+    """What tells rows of one subject from another's."""
     return {
         "engine": "qerl",
         "model": subject.name,

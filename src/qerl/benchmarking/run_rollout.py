@@ -11,6 +11,7 @@ from qerl.benchmarking.lengths import lognormal_lengths
 from qerl.benchmarking.peers import measure_peer, require_peer
 from qerl.benchmarking.results import Add, Print, ResultFile, Row, device_name, recorder, use_dependent_launch
 from qerl.benchmarking.rollout import free_memory, measure_fixed, measure_long_tailed, measure_prefill, random_prompts
+from qerl.benchmarking.speculative import SpeculativePlan, measure_speculative
 from qerl.benchmarking.subject import UnsupportedBenchError, build_subject, engine_kv_dtype, model_head
 from qerl.nn.loading import resolve_device, resolve_dtype
 
@@ -23,6 +24,7 @@ class RolloutPlan:
         source: model folder, or a config.json (then weights are random).
         lognormal: (mean, longest, samples) of long-tailed lengths; None: fixed ones.
         prefill: (sequences, tokens) to time prefill with.
+        speculative: measure drafts on prompts of its own, instead of fixed or long-tailed lengths.
     """
 
     source: Path
@@ -44,6 +46,7 @@ class RolloutPlan:
     dependent_launch: bool
     commit: str | None
     cpu_parameter_limit: int
+    speculative: SpeculativePlan | None = None
 
 
 def run_rollout(plan: RolloutPlan, say: Print) -> ResultFile:
@@ -62,6 +65,8 @@ def run_rollout(plan: RolloutPlan, say: Print) -> ResultFile:
     geometry = geometry_of_values(read_config(config_path), plan.name or config_path.stem)
     if not plan.source.is_dir() and "auto" in plan.weights:
         raise UnsupportedBenchError("--weights auto needs a model folder; with --config-json name the format")
+    if plan.speculative is not None and not plan.source.is_dir():
+        raise UnsupportedBenchError("--speculative-tokens needs a model folder: random weights write nothing to guess")
     if device.type != "cuda":
         check_fits_cpu(geometry, plan.cpu_parameter_limit)
     caches = CompileCaches(device)
@@ -117,7 +122,10 @@ def _measure(
             **first_token,
         },
     )
-    if plan.lognormal is None:
+    if plan.speculative is not None:
+        for row in measure_speculative(subject, plan.source, plan.speculative, plan.batches, plan.new):
+            add("speculative", row)
+    elif plan.lognormal is None:
         measure_fixed(subject, ceilings, plan.batches, plan.prompt, plan.new, lambda row: add("rows", row))
     else:
         mean, longest, samples = plan.lognormal
@@ -142,6 +150,14 @@ def describe(part: str, row: Row) -> str:
         return (
             f"{label} prefill {row['sequences']} x {row['prompt']}: {row['seconds']:.3f} s, "
             f"{row['prompt_tokens_per_s']:,.0f} tokens/s, {100 * row['roofline_share']:.1f} % of the FLOP ceiling"
+        )
+    if part == "speculative":
+        found = "nothing drafted" if row["acceptance"] is None else f"{100 * row['acceptance']:.1f} % accepted"
+        return (
+            f"{label} T={row['temperature']:g} batch {row['batch']} epoch {row['epoch']}, "
+            f"{row['speculative_tokens']} drafts: {found}, {row['decode_steps']} steps (without drafts "
+            f"{row['plain_decode_steps']}), {row['tokens_per_s']:,.1f} tokens/s ({row['over_plain']:.2f}x), "
+            f"{row['equal_samples']} of {row['samples']} samples equal"
         )
     if part == "long_tailed":
         return (

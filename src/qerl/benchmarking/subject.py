@@ -1,5 +1,6 @@
 """The model whose rollouts are measured: its engine, and what a decode step must read and multiply."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,12 +70,21 @@ class Subject:
         head = self.runner.head
         return head.format if isinstance(head, WeightGroup) else self.compute_dtype
 
-    def engine(self, max_num_seqs: int, max_model_len: int, num_blocks: int) -> RolloutEngine:
-        """An engine with a pool of fixed size, so that warm-up and measurement share it. No token ends a sample."""
+    def engine(
+        self, max_num_seqs: int, max_model_len: int, num_blocks: int, *, eos: Sequence[int] = (), **drafts: int
+    ) -> RolloutEngine:
+        """An engine with a pool of fixed size, so that warm-up and measurement share it.
+
+        ``eos`` end a sample (by default none does); ``drafts`` are the ``speculative_*`` limits of ``EngineConfig``.
+        """
         config = EngineConfig(
-            num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_model_len=max_model_len, kv_dtype=self.kv_dtype
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            kv_dtype=self.kv_dtype,
+            **drafts,
         )
-        return RolloutEngine(self.runner, (), config)
+        return RolloutEngine(self.runner, eos, config)
 
     @property
     def lora_parameters(self) -> int:

@@ -61,6 +61,15 @@ def rollout(
     head_dtype: Annotated[
         str, typer.Option(help="Output head: auto (as stored), the compute dtype, or nvfp4.")
     ] = "auto",
+    speculative_tokens: Annotated[
+        int, typer.Option(min=0, help="Measure decoding with so many drafts on the prompts of --prompts instead.")
+    ] = 0,
+    prompts: Annotated[str | None, typer.Option(help="With drafts: prompts as in qerl generate --prompts.")] = None,
+    group: Annotated[int, typer.Option(min=1, help="With drafts: samples of a prompt (1 where greedy).")] = 8,
+    temperature: Annotated[str, typer.Option(help="With drafts: temperatures, with commas; 0 is greedy.")] = "1,0",
+    epochs: Annotated[
+        int, typer.Option(min=1, help="With drafts: passes over the prompts; later ones draft from earlier ones too.")
+    ] = 1,
     peer: Annotated[str | None, typer.Option(help="Measure transformers or vllm on the same work too.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the model in the rows; default: of its file.")] = None,
     out: Out = None,
@@ -71,13 +80,18 @@ def rollout(
     device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
-    """Time generation: distinct random prompts, every token sampled at T = 1, nothing ends a sample early."""
+    """Time generation: distinct random prompts, every token sampled at T = 1, nothing ends a sample early.
+
+    With --speculative-tokens: real prompts on a real model, with drafts and without, until the model's EOS.
+    """
     _check_out(out, append=append, force=force)
     if (model is None) == (config_json is None):
         raise ValueError("give a model folder or --config-json, one of them")
     if lengths not in ("fixed", "lognormal"):
         raise ValueError(f"--lengths {lengths!r} is unknown; use fixed or lognormal")
     source = model or config_json
+    if (speculative_tokens > 0) != (prompts is not None):
+        raise ValueError("--speculative-tokens and --prompts go together: drafts are measured on real prompts")
     if not source.exists():
         raise FileNotFoundError(f"no such file or folder: {source}")
     plan = {
@@ -88,9 +102,14 @@ def rollout(
     }
 
     from qerl.benchmarking.run_rollout import RolloutPlan, run_rollout
+    from qerl.benchmarking.speculative import SpeculativePlan
     from qerl.cli.progress import quiet_libraries
+    from qerl.cli.prompts import read_prompts
 
     quiet_libraries()
+    if prompts is not None:
+        chats = [prompt.messages(None) for prompt in read_prompts(prompts)]
+        plan["speculative"] = SpeculativePlan(speculative_tokens, chats, group, _temperatures(temperature), epochs)
     lognormal = (mean_new, max_new, samples) if lengths == "lognormal" else None
     run_rollout(
         RolloutPlan(
@@ -231,6 +250,13 @@ def numbers(option: str, text: str, lowest: int = 1) -> list[int]:
     if not all(part.isdigit() and int(part) >= lowest for part in parts):
         raise ValueError(f"{option} {text!r} must be whole numbers of at least {lowest}, separated by commas")
     return [int(part) for part in parts]
+
+
+def _temperatures(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--temperature {text!r} must be numbers, separated by commas, such as 1,0") from error
 
 
 def _sizes(text: str) -> tuple[int, int]:

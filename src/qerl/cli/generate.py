@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from qerl.cli.options import Adapter, Device, Head, MaxModelLen, MaxNewTokens, Model, Seed, Temperature, TopP, Weights
+from qerl.cli.options import (
+    Adapter,
+    Device,
+    Head,
+    MaxModelLen,
+    MaxNewTokens,
+    Model,
+    Seed,
+    SpeculativeMaxBatch,
+    SpeculativeTokens,
+    Temperature,
+    TopP,
+    Weights,
+)
 
 if TYPE_CHECKING:
     from qerl.cli.prompts import Prompt
@@ -51,6 +64,8 @@ def generate(
     force: Annotated[bool, typer.Option("--force", help="Replace the file at --out.")] = False,
     device: Device = "auto",
     max_model_len: MaxModelLen = None,
+    speculative_tokens: SpeculativeTokens = 0,
+    speculative_max_batch: SpeculativeMaxBatch = 8,
 ) -> None:
     """Generate completions; the chat template of the model is applied unless --raw is given.
 
@@ -81,6 +96,8 @@ def generate(
         adapter=None if adapter is None else str(adapter),
         device=device,
         max_model_len=max_model_len,
+        speculative_tokens=speculative_tokens,
+        speculative_max_batch=speculative_max_batch,
     )
     renderer = PromptRenderer(tokenizer)
     rendered = [renderer.render_raw(item.content) if raw else renderer.render(item.messages(system)) for item in chosen]

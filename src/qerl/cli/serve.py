@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from qerl.cli.options import Adapter, Device, Head, MaxModelLen, Model, Weights
+from qerl.cli.options import Adapter, Device, Head, MaxModelLen, Model, SpeculativeMaxBatch, SpeculativeTokens, Weights
 
 
 def serve(
@@ -22,6 +22,8 @@ def serve(
     max_model_len: MaxModelLen = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 256,
     kv_dtype: Annotated[str, typer.Option(help="KV cache: auto (compute dtype) or fp8.")] = "auto",
+    speculative_tokens: SpeculativeTokens = 0,
+    speculative_max_batch: SpeculativeMaxBatch = 8,
 ) -> None:
     """Serve /v1/completions, /v1/chat/completions and /v1/models until interrupted."""
     from qerl.serving.run import check_exposure
@@ -44,4 +46,6 @@ def serve(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         kv_dtype=kv_dtype,
+        speculative_tokens=speculative_tokens,
+        speculative_max_batch=speculative_max_batch,
     )

@@ -35,6 +35,9 @@ def make_engine(
     memory_bytes: int | None = None,
     kv_dtype: Literal["auto", "fp8"] = "auto",
     cuda_graphs: bool = True,
+    speculative_tokens: int = 0,
+    speculative_max_batch: int = 8,
+    speculative_history: int = 0,
 ) -> RolloutEngine | TransformersEngine:
     """An engine over ``model`` (which may be PEFT-wrapped).
 
@@ -44,7 +47,8 @@ def make_engine(
         backend: ``engine``, ``transformers`` or ``auto`` (engine, with a logged fallback).
         max_num_seqs: sequences decoded at once.
         memory_bytes: bytes for the KV cache; None: what a call needs at most.
-        kv_dtype, cuda_graphs: see :class:`~qerl.rollout.engine.EngineConfig`.
+        kv_dtype, cuda_graphs, speculative_tokens, speculative_max_batch, speculative_history: see
+            :class:`~qerl.rollout.engine.EngineConfig`.
 
     Raises:
         UnsupportedArchitectureError: ``backend="engine"`` and the runner does not know the model.
@@ -70,7 +74,8 @@ def make_engine(
     except UnsupportedArchitectureError as error:
         if backend == "engine":
             raise
-        logger.warning("rollouts fall back to transformers generation (slower): %s", error)
+        lost = ", without speculative decoding" if speculative_tokens else ""
+        logger.warning("rollouts fall back to transformers generation (slower%s): %s", lost, error)
         return TransformersEngine(model, eos, useful, max_num_seqs)
     config = EngineConfig(
         max_num_seqs=max_num_seqs,
@@ -78,6 +83,9 @@ def make_engine(
         memory_bytes=memory_bytes,
         kv_dtype=kv_dtype,
         cuda_graphs=cuda_graphs,
+        speculative_tokens=speculative_tokens,
+        speculative_max_batch=speculative_max_batch,
+        speculative_history=speculative_history,
     )
     engine = GuardedEngine(model, runner, eos, config)
     if memory_bytes is not None:
@@ -143,6 +151,9 @@ def build_engine(
     max_num_seqs: int = 256,
     kv_dtype: Literal["auto", "fp8"] = "auto",
     cuda_graphs: bool = True,
+    speculative_tokens: int = 0,
+    speculative_max_batch: int = 8,
+    speculative_history: int = 0,
 ) -> tuple[RolloutEngine | TransformersEngine, PreTrainedTokenizerBase, nn.Module]:
     """Load model, tokenizer and adapter from local folders and put an engine over them.
 
@@ -151,7 +162,8 @@ def build_engine(
         weights, head: see :func:`qerl.nn.loading.load_model`.
         adapter: PEFT adapter folder; a checkpoint of a run is one.
         max_model_len: default: the model's positions, at most 4096.
-        kv_dtype, cuda_graphs: see :class:`~qerl.rollout.engine.EngineConfig`.
+        kv_dtype, cuda_graphs, speculative_tokens, speculative_max_batch, speculative_history: see
+            :class:`~qerl.rollout.engine.EngineConfig`.
     """
     path = Path(model_path)
     if not (path / "config.json").is_file():
@@ -168,5 +180,8 @@ def build_engine(
         max_num_seqs=max_num_seqs,
         kv_dtype=kv_dtype,
         cuda_graphs=cuda_graphs,
+        speculative_tokens=speculative_tokens,
+        speculative_max_batch=speculative_max_batch,
+        speculative_history=speculative_history,
     )
     return engine, tokenizer, model

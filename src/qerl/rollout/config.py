@@ -3,6 +3,18 @@
 from dataclasses import dataclass
 from typing import Literal
 
+_LOWEST = {
+    "block_size": 1,
+    "num_blocks": 1,
+    "max_num_seqs": 1,
+    "max_batch_tokens": 1,
+    "max_model_len": 1,
+    "memory_bytes": 1,
+    "speculative_tokens": 0,
+    "speculative_max_batch": 1,
+    "speculative_history": 0,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -16,8 +28,14 @@ class EngineConfig:
     memory and traffic of bf16, at 4 significant bits. ``cuda_graphs=False`` runs every decode step eagerly (for
     debugging; same results).
 
+    ``speculative_tokens`` is the number of tokens guessed ahead for a sample at most (0: no speculative decoding), done
+    while at most ``speculative_max_batch`` samples run. Guesses come from the prompt and the group's completions, and,
+    with ``speculative_history``, from as many tokens of earlier calls' completions of the same prompt (4 bytes each).
+    Every token is still the one that the sampler draws. See ``speculative_run.py``.
+
     Raises:
-        ValueError: a limit is smaller than 1, both sizes of the pool are given, or ``kv_dtype`` is unknown.
+        ValueError: a limit is smaller than 1 (of drafts and history: than 0), both sizes of the pool are given, or
+            ``kv_dtype`` is unknown.
     """
 
     block_size: int = 16
@@ -28,12 +46,15 @@ class EngineConfig:
     memory_bytes: int | None = None
     kv_dtype: Literal["auto", "fp8"] = "auto"
     cuda_graphs: bool = True
+    speculative_tokens: int = 0
+    speculative_max_batch: int = 8
+    speculative_history: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_blocks", "max_num_seqs", "max_batch_tokens", "max_model_len", "memory_bytes"):
+        for name, lowest in _LOWEST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value is not None and value < lowest:
+                raise ValueError(f"{name} must be at least {lowest}, got {value}")
         if self.kv_dtype not in ("auto", "fp8"):
             raise ValueError(f"kv_dtype must be auto or fp8, got {self.kv_dtype!r}")
         if self.num_blocks is not None and self.memory_bytes is not None:
@@ -42,16 +63,24 @@ class EngineConfig:
                 "give one of them"
             )
 
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest decode step: a sample each, or a sample and its drafts each."""
+        drafting = min(self.speculative_max_batch, self.max_num_seqs) * (self.speculative_tokens + 1)
+        return max(self.max_num_seqs, drafting if self.speculative_tokens else 0)
+
 
 @dataclass(slots=True)
 class EngineStats:
     """What the last ``generate`` call (or the session so far) did.
 
     ``prompt_tokens`` and ``generated_tokens`` count what was asked and returned; ``computed_tokens`` every
-    token that went through the model, recomputation after preemption and discarded look-ahead included.
-    ``decode_steps`` of the ``steps`` fed one token per sample; ``decode_seconds`` and ``prefill_seconds``
-    (all other steps) are wall time between results. ``graph_captures`` counts CUDA graphs captured,
-    ``graph_replays`` steps that ran from one. ``lora_sync_ms`` is the runner's last LoRA synchronization.
+    token that went through the model, recomputation after preemption, discarded look-ahead and refuted drafts included.
+    ``decode_steps`` of the ``steps`` fed one token per sample and drafts after it; ``decode_seconds`` and
+    ``prefill_seconds`` (all other steps) are wall time between results. ``speculative_steps`` of the decode steps had
+    drafts, ``drafted_tokens`` in all, ``accepted_tokens`` of which gained a token. ``graph_captures`` counts CUDA
+    graphs captured, ``graph_replays`` steps that ran from one. ``lora_sync_ms`` is the runner's last LoRA
+    synchronization.
     """
 
     num_prompts: int = 0
@@ -73,8 +102,16 @@ class EngineStats:
     graph_replays: int = 0
     lora_sync_ms: float = 0.0
     peak_kv_bytes: int = 0
+    speculative_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def tokens_per_second(self) -> float:
         """Generated tokens over wall time; 0 before anything was generated."""
         return self.generated_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the drafted tokens that gained a token; 0 before anything was drafted."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0

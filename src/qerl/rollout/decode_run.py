@@ -15,39 +15,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import torch
 
 from qerl.rollout import decode_step as fields
-from qerl.rollout.core import FinishReason, NonFiniteLogitsError, Runner, SamplingParams
-from qerl.rollout.decode_step import DecodeBuffers, draw_rows, forward_rows, padding_column
-from qerl.rollout.graphs import StepGraphs
+from qerl.rollout.core import NonFiniteLogitsError
+from qerl.rollout.decode_step import padding_column
+from qerl.rollout.decoder import Decoder, DrawGroups
+from qerl.rollout.drawn import DrawnTokens
 from qerl.rollout.kv_cache import NULL_BLOCK, KVCache
 from qerl.rollout.scheduler import Prefix, Sample, ScheduledStep, Scheduler
+from qerl.rollout.speculation import Speculation
 
 # Tokens of a sample kept in arrays before they move into its lists.
 _HISTORY = 64
 # A call refills freed slots once this share of the batch is free: planning costs a good part of a decode step.
 _REFILL_SHARE = 64
-
-
-@dataclass(slots=True)
-class Decoder:
-    """What outlives a call: static buffers, graphs, and how decode steps are formed.
-
-    Attributes:
-        sizes: batch sizes to round up to; None: no rounding (nothing is captured, so padding would be waste).
-        look_ahead: steps launched before the oldest one's tokens are read.
-    """
-
-    runner: Runner
-    buffers: DecodeBuffers
-    graphs: StepGraphs
-    sizes: tuple[int, ...] | None
-    look_ahead: int
-
-    def size_of(self, rows: int) -> int:
-        """The batch size of a step of ``rows`` rows."""
-        return rows if self.sizes is None else next(size for size in self.sizes if size >= rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,30 +40,25 @@ class _Launch:
     positions: np.ndarray
 
 
-@dataclass(slots=True)
-class DrawnTokens:
-    """The tokens that one step gave, column by column. ``Sample.finish_reason`` says who ended with it."""
-
-    samples: list[Sample]
-    token_ids: list[int]
-    logprobs: list[float]
-    temperature_logprobs: list[float]
-
-    def columns(self) -> tuple[list, list[int], list[float], list[float], list[FinishReason | None]]:  # type: ignore[type-arg]
-        """samples, token ids, both log-probs, and the reason why the sample ended with this token, or None."""
-        reasons = [sample.finish_reason for sample in self.samples]
-        return self.samples, self.token_ids, self.logprobs, self.temperature_logprobs, reasons
-
-
 class DecodeRun:
     """Decodes over ``scheduler``'s running samples; mutates them, its block tables and ``kv``.
 
     ``enter`` with a step for which :func:`can_decode` holds, then ``launch`` and ``collect``, and ``leave`` once
     nothing is in flight. ``eager_refill``: waiting work takes the first slot that is freed, as someone waits for it.
+    ``speculation``: the run ends when drafts are worth trying.
     """
 
-    def __init__(self, decoder: Decoder, kv: KVCache, scheduler: Scheduler, *, eager_refill: bool) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVCache,
+        scheduler: Scheduler,
+        *,
+        eager_refill: bool,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.decoder = decoder
+        self.speculation = speculation
         self.eager_refill = eager_refill
         self.kv = kv
         self.scheduler = scheduler
@@ -109,6 +85,11 @@ class DecodeRun:
     def in_flight(self) -> int:
         """Steps whose tokens were not read yet."""
         return len(self._flying)
+
+    @property
+    def look_ahead(self) -> int:
+        """Steps to launch before the oldest one's tokens are read."""
+        return self.decoder.look_ahead
 
     def enter(self, step: ScheduledStep) -> None:
         """Take over the samples of ``step``, whose blocks are reserved and whose copies are made."""
@@ -152,10 +133,12 @@ class DecodeRun:
         size = decoder.size_of(count)
         self._stage(order, positions, size, cells)
         decoder.buffers.upload(self._turn, cells.shape[1])
-        self._run(size, int(positions.max()) + 1)
+        decoder.run(self.kv, size, int(positions.max()) + 1, self._groups())
         decoder.buffers.send_back(self._turn)
         self._flying.append(_Launch(self._turn, order, positions))
         self._turn += 1
+        if self.speculation is not None:
+            self.speculation.count_plain_step()
         self._last_row[order] = np.arange(count)
         self._position[order] += 1
         self._retire(order[positions + 2 >= self._end[order]])
@@ -217,7 +200,9 @@ class DecodeRun:
         self.active = False
 
     def _has_to_leave(self) -> bool:
-        """True if the scheduler could admit waiting work now."""
+        """True if the scheduler could admit waiting work now, or if drafts are to be tried."""
+        if self.speculation is not None and self.speculation.wanted(len(self._order)):
+            return True
         scheduler = self.scheduler
         if not scheduler.waiting or len(scheduler.running) >= scheduler.max_num_seqs:
             return False
@@ -252,33 +237,7 @@ class DecodeRun:
         stage[fields.TABLE_ROW, :count] = order
         stage[fields.CELL_INDEX :, : cells.shape[1]] = cells
 
-    def _run(self, size: int, longest: int) -> None:
-        """Forward and sampling of ``size`` rows, captured whole or the forward alone.
-
-        Truncated sampling stays outside: it is dozens of ops beside a sort of the vocabulary, and a server may see any
-        number of such settings. So does sampling in more than one way.
-        """
-        decoder, buffers, graphs = self.decoder, self.decoder.buffers, self.decoder.graphs
-        # A graph serves every length. The kernel reads lengths on the device, so a generous bound costs nothing.
-        bound = self._table.shape[1] * self.kv.block_size if graphs.enabled else longest
-
-        def forward() -> torch.Tensor:
-            return forward_rows(decoder.runner, self.kv, buffers, size, bound)
-
-        groups = self._groups()
-        sampling = groups[0][0]
-        if len(groups) == 1 and not sampling.truncates:
-            graphs.run(sampling.distribution, size, lambda: draw_rows(buffers, forward(), sampling, 0))
-            return
-        if graphs.enabled:
-            logits = buffers.logits(size, decoder.runner.vocab_size)
-            graphs.run("forward alone", size, lambda: logits.copy_(forward()))
-        else:
-            logits = forward()
-        for sampling, start, end in groups:
-            draw_rows(buffers, logits[start:end], sampling, start)
-
-    def _groups(self) -> list[tuple[SamplingParams, int, int]]:
+    def _groups(self) -> DrawGroups:
         """(how, first row, end) of each run of rows that draw alike."""
         kinds = self._kind[self._order]
         bounds = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(kinds)]

@@ -6,6 +6,7 @@ engine knows nothing of tokenizers, adapters, noise or quantization: it sees a
 keys; only the pool's memory is kept (``reset`` lets go of it).
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,19 +18,23 @@ from qerl.rollout.blocks import BlockAllocator
 from qerl.rollout.checks import check_capacity, check_lengths, check_prompt_ids, check_prompts, check_token_ids
 from qerl.rollout.config import EngineConfig, EngineStats
 from qerl.rollout.core import CompletionOutput, Runner, SamplingParams
-from qerl.rollout.decode_run import Decoder
 from qerl.rollout.decode_step import DecodeBuffers, bucket_sizes
+from qerl.rollout.decoder import Decoder
 from qerl.rollout.graphs import CudaCapture, StepGraphs
+from qerl.rollout.history import CompletionHistory
 from qerl.rollout.kv_cache import KVCache, blocks_for_tokens, worst_case_blocks
 from qerl.rollout.loop import StepLoop
 from qerl.rollout.pool import KVPool
 from qerl.rollout.sampler import sequence_key
 from qerl.rollout.scheduler import Prefix, Sample, Scheduler
 from qerl.rollout.session import EngineSession
+from qerl.rollout.speculation import Speculation
 
 __all__ = ["EngineConfig", "EngineStats", "Progress", "RolloutEngine"]
 
 Progress = Callable[[int, int, int], None]
+
+_log = logging.getLogger(__name__)
 
 
 class RolloutEngine:
@@ -58,7 +63,9 @@ class RolloutEngine:
         self.decoder: Decoder | None = None
         self.scheduler: Scheduler | None = None
         self.stats = EngineStats()
+        self.history = CompletionHistory(self.config.speculative_history if self.config.speculative_tokens else 0)
         self._busy_with = ""
+        self._told_of_drafts = False
 
     @property
     def kv(self) -> KVCache | None:
@@ -140,6 +147,8 @@ class RolloutEngine:
             loop.record()
             self.stats.seconds = time.perf_counter() - started
             self._finish()
+        for group in groups:
+            self.remember(group)
         return [[_output(sample) for sample in group.samples] for group in groups]
 
     def open_session(self) -> EngineSession:
@@ -179,6 +188,15 @@ class RolloutEngine:
         """Let nothing that a failed pass wrote reach a later call (for sessions)."""
         self.pool.discard_contents()
 
+    def remember(self, group: Prefix) -> None:
+        """Keep the completions of a finished group for drafts, within ``speculative_history`` (for sessions)."""
+        for sample in group.samples:
+            self.history.add(group.token_ids, sample.token_ids[len(group.token_ids) :])
+
+    def forget_completions(self) -> None:
+        """Drop what ``speculative_history`` has kept of earlier calls."""
+        self.history.clear()
+
     def end_session(self) -> None:
         """Called by the session when it closes."""
         self._finish()
@@ -196,7 +214,18 @@ class RolloutEngine:
             BlockAllocator(kv.num_blocks), config.block_size, config.max_num_seqs, config.max_batch_tokens
         )
         self._busy_with = name
-        return StepLoop(self.decoder, kv, self.scheduler, self.stats, eager_refill=name != "generate")
+        speculation = None
+        if config.speculative_tokens:
+            cuda = self.runner.device.type == "cuda"
+            speculation = Speculation(config, cuda, self.decoder.size_of, self.history)
+        return StepLoop(
+            self.decoder,
+            kv,
+            self.scheduler,
+            self.stats,
+            eager_refill=name != "generate",
+            speculation=speculation,
+        )
 
     def _drop_decoder(self) -> None:
         if self.decoder is not None:
@@ -213,13 +242,13 @@ class RolloutEngine:
         return Decoder(
             runner,
             DecodeBuffers(
-                config.max_num_seqs,
+                config.max_rows,
                 blocks_for_tokens(self.max_model_len, config.block_size),
                 runner.device,
                 depth=look_ahead + 1,
             ),
             StepGraphs(capture, None if capture is None else capture.wait),
-            bucket_sizes(config.max_num_seqs) if cuda else None,
+            bucket_sizes(config.max_rows) if cuda else None,
             look_ahead,
         )
 
@@ -231,6 +260,16 @@ class RolloutEngine:
                 progress(loop.finished, self.stats.num_samples, self.stats.generated_tokens)
 
     def _finish(self) -> None:
+        stats = self.stats
+        if stats.drafted_tokens and not self._told_of_drafts:
+            self._told_of_drafts = True
+            _log.info(
+                "speculative decoding: %d of %d drafted tokens accepted in %d of %d decode steps",
+                stats.accepted_tokens,
+                stats.drafted_tokens,
+                stats.speculative_steps,
+                stats.decode_steps,
+            )
         self.scheduler = None
         self._busy_with = ""
 

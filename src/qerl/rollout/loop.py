@@ -2,8 +2,9 @@
 
 :class:`StepLoop` serves both a ``generate`` call and a session. Steps with prefill are built from lists and run
 synchronously. When every running sample wants one token, :class:`~qerl.rollout.decode_run.DecodeRun` takes over: static
-buffers, CUDA graphs, look-ahead. Samples that draw from different distributions share the forward pass and are drawn
-group by group.
+buffers, CUDA graphs, look-ahead; or, where few run and drafts pay,
+:class:`~qerl.rollout.speculative_run.SpeculativeRun`. Samples that draw from different distributions share the forward
+pass and are drawn group by group.
 """
 
 import time
@@ -12,20 +13,31 @@ import torch
 
 from qerl.rollout.batch import build_batch
 from qerl.rollout.config import EngineStats
-from qerl.rollout.decode_run import Decoder, DecodeRun, DrawnTokens, can_decode
+from qerl.rollout.decode_run import DecodeRun, can_decode
+from qerl.rollout.decoder import Decoder
+from qerl.rollout.drawn import DrawnTokens
 from qerl.rollout.kv_cache import KVCache
 from qerl.rollout.sampler import SampledTokens, keys_tensor, sample
 from qerl.rollout.scheduler import Chunk, Prefix, ScheduledStep, Scheduler
+from qerl.rollout.speculation import Speculation
+from qerl.rollout.speculative_run import SpeculativeRun
 
 
 class StepLoop:
     """Runs what ``scheduler`` plans over ``kv`` and counts it in ``stats`` (all are mutated).
 
-    ``eager_refill``: see :class:`~qerl.rollout.decode_run.DecodeRun`.
+    ``eager_refill``: see :class:`~qerl.rollout.decode_run.DecodeRun`. ``speculation``: None decodes without drafts.
     """
 
     def __init__(
-        self, decoder: Decoder, kv: KVCache, scheduler: Scheduler, stats: EngineStats, *, eager_refill: bool
+        self,
+        decoder: Decoder,
+        kv: KVCache,
+        scheduler: Scheduler,
+        stats: EngineStats,
+        *,
+        eager_refill: bool,
+        speculation: Speculation | None = None,
     ) -> None:
         self.runner = decoder.runner
         self.kv = kv
@@ -34,7 +46,10 @@ class StepLoop:
         self.finished = 0
         self._decoder = decoder
         self._graphs_before = decoder.graphs.captures, decoder.graphs.replays
-        self._run = DecodeRun(decoder, kv, scheduler, eager_refill=eager_refill)
+        self._speculation = speculation
+        self._plain = DecodeRun(decoder, kv, scheduler, eager_refill=eager_refill, speculation=speculation)
+        self._drafting = None if speculation is None else SpeculativeRun(decoder, kv, scheduler, speculation)
+        self._run: DecodeRun | SpeculativeRun = self._plain
         if decoder.graphs.enabled:
             decoder.graphs.validate((kv.k.data_ptr(), kv.v.data_ptr(), kv.k.shape, self.runner.capture_key()))
 
@@ -68,6 +83,7 @@ class StepLoop:
             step = self.scheduler.schedule()
             self.kv.copy_blocks([source for source, _ in step.copies], [copy for _, copy in step.copies])
             if can_decode(step, self.scheduler):
+                self._run = self._choose_run()
                 self._run.enter(step)
                 drawn = self._decode()
             else:
@@ -77,7 +93,7 @@ class StepLoop:
                 self._count(sum(chunk.count for chunk in step.chunks))
         if self._run.active:
             self.stats.decode_seconds += time.perf_counter() - started
-        self.finished += sum(sample.finish_reason is not None for sample in drawn.samples)
+        self.finished += sum(reason is not None for reason in drawn.reasons())
         self.stats.generated_tokens += len(drawn.samples)
         return drawn
 
@@ -92,14 +108,24 @@ class StepLoop:
         stats.peak_kv_bytes = stats.peak_blocks * (self.kv.bytes // (self.kv.num_blocks + 1))
         stats.graph_captures = graphs.captures - self._graphs_before[0]
         stats.graph_replays = graphs.replays - self._graphs_before[1]
+        if self._speculation is not None:
+            stats.speculative_steps = self._speculation.steps
+            stats.drafted_tokens = self._speculation.drafted
+            stats.accepted_tokens = self._speculation.accepted
         stats.lora_sync_ms = getattr(self.runner, "sync_ms", 0.0)
+
+    def _choose_run(self) -> DecodeRun | SpeculativeRun:
+        """Who decodes the running samples until it cannot or should not go on."""
+        if self._drafting is not None and self._speculation.wanted(len(self.scheduler.running)):
+            return self._drafting
+        return self._plain
 
     def _decode(self) -> DrawnTokens | None:
         """The next tokens of the decode run; None if there is none, or if it just ended."""
         run = self._run
         if not run.active:
             return None
-        while run.in_flight <= self._decoder.look_ahead:
+        while run.in_flight <= run.look_ahead:
             rows = run.launch()
             if rows == 0:
                 break

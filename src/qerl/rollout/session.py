@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from qerl.rollout.checks import check_capacity, check_lengths, check_prompts, check_token_ids
 from qerl.rollout.core import FinishReason, SamplingParams
-from qerl.rollout.decode_run import DrawnTokens
+from qerl.rollout.drawn import DrawnTokens
 from qerl.rollout.loop import StepLoop
 from qerl.rollout.sampler import sequence_key
 from qerl.rollout.scheduler import Prefix
@@ -83,7 +83,8 @@ class EngineSession:
             loop.abort(request)
 
     def step(self) -> list[StepOutput]:
-        """Run one step; the new tokens, at most one a sample (none if prompts were only partly prefilled).
+        """Run one step; its new tokens, those of a sample together and in order. Mostly one a sample, several where
+        drafts were right, none where prompts were only partly prefilled.
 
         Raises:
             NonFiniteLogitsError: the model returned NaN; the session is closed then.
@@ -136,5 +137,5 @@ class EngineSession:
         ]
         for request_id in {output.request_id for output in outputs if output.finish_reason is not None}:
             if all(sample.finish_reason is not None for sample in self._requests[request_id].samples):
-                del self._requests[request_id]
+                self._engine.remember(self._requests.pop(request_id))
         return outputs

@@ -82,12 +82,15 @@ def serve(
     max_model_len: int | None = None,
     max_num_seqs: int = 256,
     kv_dtype: str = "auto",
+    speculative_tokens: int = 0,
+    speculative_max_batch: int = 8,
 ) -> None:
     """Load ``model`` and serve it until interrupted.
 
     Args:
         name: that clients ask for; default: name of the folder.
-        weights, head, max_model_len, max_num_seqs, kv_dtype: see :func:`qerl.rollout.build.build_engine`.
+        weights, head, max_model_len, max_num_seqs, kv_dtype, speculative_tokens, speculative_max_batch: see
+            :func:`qerl.rollout.build.build_engine`.
 
     Raises:
         UnprotectedServerError: an address that others can reach, without a key.
@@ -111,6 +114,8 @@ def serve(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             kv_dtype=kv_dtype,
+            speculative_tokens=speculative_tokens,
+            speculative_max_batch=speculative_max_batch,
         )
         if not isinstance(engine, RolloutEngine):
             raise UnsupportedArchitectureError(f"{model} runs on transformers' generation only, which cannot be served")

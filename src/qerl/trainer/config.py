@@ -134,6 +134,16 @@ class QeRLConfig(GRPOConfig):
         default=None, metadata=_help("GB for the engine's KV cache; default: what the batch needs at most.")
     )
     max_num_seqs: int = field(default=256, metadata=_help("Sequences decoded at once."))
+    speculative_tokens: int = field(
+        default=0,
+        metadata=_help("Tokens guessed ahead for a sample while few run (0: off); only rounding changes."),
+    )
+    speculative_max_batch: int = field(
+        default=8, metadata=_help("Running samples up to which speculative_tokens are guessed.")
+    )
+    speculative_history: int = field(
+        default=0, metadata=_help("Tokens of earlier completions kept to guess from when a prompt comes again.")
+    )
 
     # Guards.
     try_rewards: bool = field(
@@ -220,12 +230,22 @@ class QeRLConfig(GRPOConfig):
                 f"max_dynamic_rounds={self.max_dynamic_rounds} samples nothing anew: use at least 2, or turn "
                 "dynamic_sampling off"
             )
-        for name in ("lora_r", "max_num_seqs", "min_ess_patience"):
+        for name in ("lora_r", "max_num_seqs", "min_ess_patience", "speculative_max_batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        self._check_speculation()
         self._check_choice("loss_type", LOSS_TYPES)
         self._check_choice("importance_sampling_level", ("token", "sequence"))
         self._check_save_boundary()
+
+    def _check_speculation(self) -> None:
+        for name in ("speculative_tokens", "speculative_history"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 0")
+        if self.speculative_tokens and self.rollout_backend == "transformers":
+            raise ConfigError(
+                f"speculative_tokens={self.speculative_tokens} needs the engine: set rollout_backend to auto or engine"
+            )
 
     def given_values(self) -> dict[str, Any]:
         """The fields as plain values for YAML, from which an equal config can be made.

@@ -199,6 +199,9 @@ class QeRLTrainer(GRPOTrainer):
             backend=args.rollout_backend,
             max_num_seqs=args.max_num_seqs,
             memory_bytes=memory_bytes,
+            speculative_tokens=args.speculative_tokens,
+            speculative_max_batch=args.speculative_max_batch,
+            speculative_history=args.speculative_history,
         )
         self.noise = self._make_noise(policy)
         self.vllm_generation = RolloutBridge(self, self.engine, self.noise, max_model_len)

@@ -1,0 +1,164 @@
+"""What speculative decoding brings on real prompts: acceptance, and tokens a second beside those without it.
+
+Random prompts or weights would say nothing here: what is guessed is text that repeats. Samples end at the model's EOS,
+since what a model writes after it repeats more than text does.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from qerl.benchmarking.results import Row
+from qerl.benchmarking.rollout import PARITY_LIMIT, free_memory, labels
+from qerl.benchmarking.subject import Subject, UnsupportedBenchError
+from qerl.benchmarking.timing import CheckFailedError, synchronize
+from qerl.evaluation.prompts import PromptRenderer
+from qerl.nn.loading import eos_token_ids
+from qerl.rollout.core import CompletionOutput, SamplingParams
+from qerl.rollout.engine import RolloutEngine
+from qerl.rollout.kv_cache import blocks_for_tokens
+
+# Bounds what is kept for later epochs; no measurement here comes near.
+_HISTORY_TOKENS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativePlan:
+    """What to measure with drafts.
+
+    Attributes:
+        tokens: drafts a sample at most.
+        chats: the prompts, each the messages of a chat.
+        group: samples of a prompt (one where it is greedy: they would be equal).
+        temperatures: measured one after another.
+        epochs: passes over the prompts, each with samples of its own; drafts of later ones know the earlier ones.
+    """
+
+    tokens: int
+    chats: Sequence[Sequence[Mapping[str, str]]]
+    group: int
+    temperatures: Sequence[float]
+    epochs: int
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One pass over the prompts: what came, how long it took, and the engine's counts."""
+
+    outputs: list[CompletionOutput]
+    seconds: float = 0.0
+    tokens: int = 0
+    decode_steps: int = 0
+    speculative_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+def measure_speculative(
+    subject: Subject, folder: Path, plan: SpeculativePlan, batches: Sequence[int], new: int
+) -> Iterator[Row]:
+    """A row for each batch size, temperature and epoch: at most ``new`` tokens a sample, ``batch`` samples at once.
+
+    Raises:
+        UnsupportedBenchError: a batch that no whole number of groups fills.
+        CheckFailedError: the engine's log-probs with drafts are not those of transformers.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    renderer = PromptRenderer(tokenizer)
+    prompts = [renderer.render(chat).token_ids for chat in plan.chats]
+    eos = eos_token_ids(subject.model, tokenizer.eos_token_id)
+    longest = max(map(len, prompts)) + new
+    for batch in batches:
+        for temperature in plan.temperatures:
+            group = 1 if temperature == 0 else min(plan.group, batch)
+            if batch % group:
+                raise UnsupportedBenchError(f"--batch {batch} is no multiple of --group {group}")
+            sampling = SamplingParams(n=group, max_tokens=new, temperature=temperature)
+            engines = [_engine(subject, batch, longest, eos, drafts) for drafts in (0, plan.tokens)]
+            for engine in engines:
+                _warm_up(engine, prompts, sampling, batch)
+            for epoch in range(plan.epochs):
+                plain, drafting = (_pass(engine, prompts, sampling, batch, epoch) for engine in engines)
+                # Greedy samples report log-probs at temperature 1, which is what transformers is asked for.
+                parity = _check(subject, prompts[0], drafting.outputs[0]) if temperature in (0, 1) else None
+                sizes = {"batch": batch, "group": group, "samples": len(plain.outputs), "new": new}
+                what = {"temperature": temperature, "epoch": epoch + 1, "speculative_tokens": plan.tokens}
+                yield {**labels(subject), **sizes, **what, **_figures(plain, drafting), "parity": parity}
+            for engine in engines:
+                engine.reset()
+            free_memory(subject.device)
+
+
+def _engine(subject: Subject, batch: int, longest: int, eos: Sequence[int], drafts: int) -> RolloutEngine:
+    blocks = batch * (blocks_for_tokens(longest, 16) + 1)
+    return subject.engine(
+        batch,
+        longest,
+        blocks,
+        eos=eos,
+        speculative_tokens=drafts,
+        # Every batch is tried; whether drafts pay there is for the engine to say.
+        speculative_max_batch=batch,
+        speculative_history=_HISTORY_TOKENS,
+    )
+
+
+def _warm_up(engine: RolloutEngine, prompts: list[list[int]], sampling: SamplingParams, batch: int) -> None:
+    """Kernels compile at a size's first step and graphs are captured at its second; which sizes come is seen only by
+    doing the same work, which is slow on a CPU, where there is nothing to compile."""
+    if engine.runner.device.type == "cuda":
+        for _ in range(2):
+            _pass(engine, prompts, sampling, batch, 0)
+    else:
+        engine.generate(prompts[:1], SamplingParams(n=sampling.n, max_tokens=4))
+    engine.forget_completions()
+
+
+def _pass(engine: RolloutEngine, prompts: list[list[int]], sampling: SamplingParams, batch: int, epoch: int) -> _Pass:
+    """All prompts, as many at once as the batch holds."""
+    done, device = _Pass([]), engine.runner.device
+    at_once = batch // sampling.n
+    for first in range(0, len(prompts), at_once):
+        ids = range(first, min(first + at_once, len(prompts)))
+        synchronize(device)
+        started = time.perf_counter()
+        outputs = engine.generate([prompts[i] for i in ids], sampling, step=epoch, prompt_ids=ids)
+        synchronize(device)
+        done.seconds += time.perf_counter() - started
+        done.outputs += [sample for samples in outputs for sample in samples]
+        stats = engine.stats
+        done.tokens += stats.generated_tokens
+        done.decode_steps += stats.decode_steps
+        done.speculative_steps += stats.speculative_steps
+        done.drafted += stats.drafted_tokens
+        done.accepted += stats.accepted_tokens
+    return done
+
+
+def _figures(plain: _Pass, drafting: _Pass) -> Row:
+    equal = sum(a.token_ids == b.token_ids for a, b in zip(plain.outputs, drafting.outputs, strict=True))
+    rates = [done.tokens / done.seconds for done in (plain, drafting)]
+    return {
+        "acceptance": round(drafting.accepted / drafting.drafted, 4) if drafting.drafted else None,
+        "drafted": drafting.drafted,
+        "accepted": drafting.accepted,
+        "speculative_steps": drafting.speculative_steps,
+        "decode_steps": drafting.decode_steps,
+        "plain_decode_steps": plain.decode_steps,
+        "tokens_per_s": round(rates[1], 1),
+        "plain_tokens_per_s": round(rates[0], 1),
+        "over_plain": round(rates[1] / rates[0], 3),
+        "equal_samples": equal,
+    }
+
+
+def _check(subject: Subject, prompt: list[int], output: CompletionOutput) -> float:
+    parity, limit = round(subject.parity(prompt, output), 6), PARITY_LIMIT[subject.kv_name]
+    if not parity <= limit:
+        raise CheckFailedError(
+            f"with drafts engine and transformers differ by {parity:.4f} a token, over the limit of {limit}"
+        )
+    return parity
