@@ -125,8 +125,9 @@ constexpr int product_registers = TOKENS == 256 ? 240
 constexpr int SUMMERS = 3, SUM_BARRIER = 2;  // warps that sum u
 constexpr int A_BYTES = 64 * 128;            // of 64 ranks in a window
 
-// A part of u = x A^T: 64 BOXES ranks, TOKENS rows, a slice of k. The first stages of the ring bring x and, where there
-// is room for it beside one window of x, A; both as the tensor copies swizzle them.
+// A part of u = x A^T: 64 BOXES ranks, TOKENS rows, a slice of k; at most one a block (the host sees to it). The first
+// steps through the ring bring x and, where there is room for it beside one window of x, A; both as the tensor copies
+// swizzle them.
 template <int TOKENS, int BOXES>
 struct UPart {
     int slice, group, token_block, first, last;  // windows
@@ -137,13 +138,26 @@ struct UPart {
     __device__ __forceinline__ static int count(const Params& p) {
         return p.lora.a ? p.lora.slices * rank_groups(p) * token_blocks(p) : 0;
     }
-    __device__ __forceinline__ UPart(const Params& p, int index) {
+    __device__ __forceinline__ explicit UPart(const Params& p) {
         const int windows = p.k / 64;
+        int index = blockIdx.x;
+        if (index >= count(p)) {
+            slice = group = token_block = first = last = 0;
+            return;
+        }
         group = index % rank_groups(p), index /= rank_groups(p);
         token_block = index % token_blocks(p), slice = index / token_blocks(p);
         first = windows * slice / p.lora.slices, last = windows * (slice + 1) / p.lora.slices;
     }
+    __device__ __forceinline__ int steps() const { return last - first; }
 };
+
+// Steps through the ring that the part of u of this block takes.
+template <int TOKENS, int BOXES>
+__device__ __forceinline__ int steps_of_u(const Params& p) {
+    if constexpr (TOKENS == 256) return 0;
+    else return UPart<TOKENS, BOXES>(p).steps();
+}
 
 // Where A lies in a stage.
 template <int TOKENS, int WARPS, int UNIT>
@@ -226,14 +240,26 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                     const int first = tile % work.row_blocks * WARPS;
                     prefetch_factors(p, first, min(first + WARPS, tiles), thread, SUMMERS * 32);
                 }
-                for (int index = blockIdx.x; index < Part::count(p); index += gridDim.x) {
-                    const Part part(p, index);
-                    const int rank0 = part.group * 64 * BOXES, ranks = min(64 * BOXES, p.lora.width - rank0);
-                    const uint16_t* a = p.lora.a + (long long)rank0 * p.k + part.first * 64;
-                    for (int i = thread; i < ranks * (part.last - part.first); i += SUMMERS * 32)
-                        prefetch(a + (long long)(i % ranks) * p.k + i / ranks * 64);
-                }
+                const Part part(p);
+                const int rank0 = part.group * 64 * BOXES, ranks = min(64 * BOXES, p.lora.width - rank0);
+                const uint16_t* a = p.lora.a + (long long)rank0 * p.k + part.first * 64;
+                for (int i = thread; i < ranks * part.steps(); i += SUMMERS * 32)
+                    prefetch(a + (long long)(i % ranks) * p.k + i / ranks * 64);
                 wait_for_predecessors();
+                // Not by the producer: with these loops in its way, its copies would not take uniform registers.
+                if (warp == WARPS + 1 && elect())
+                    for (int i = 0; i < part.steps(); i++) {
+                        const int stage = i % STAGES, window = part.first + i;
+                        barrier_wait(empty + stage * 8, i / STAGES + 1 & 1);
+                        barrier_expect(full + stage * 8, X_BYTES + BOXES * A_BYTES);
+                        tensor_load(x_base + stage * UNIT * X_BYTES, x_map, window * 64, part.token_block * TOKENS,
+                                    full + stage * 8);
+#pragma unroll
+                        for (int j = 0; j < BOXES; j++)
+                            tensor_load(a_place<TOKENS, WARPS, UNIT>(x_base, w_base, stage) + j * A_BYTES, a_map,
+                                        window * 64, (part.group * BOXES + j) * 64, full + stage * 8);
+                    }
+                __syncwarp();
                 float4* const sums = (float4*)(shared + (empty + STAGES * 8 - base));
                 sum_u<SUMMERS, SUM_BARRIER>(p, p.lora.slices * Part::token_blocks(p), sums, warp - WARPS - 1, lane);
                 return;
@@ -271,7 +297,8 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                     if (++row_block == work.row_blocks) row_block = 0, token0 += TOKENS;
                 }
             };
-            int stage = 0, phase = 0;
+            const int taken = steps_of_u<TOKENS, BOXES>(p);
+            int stage = taken % STAGES, phase = taken / STAGES & 1;
             auto next_stage = [&]() {
                 if (++stage == STAGES) stage = 0, phase ^= 1;
             };
@@ -286,34 +313,11 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                     next_stage();
                 });
             };
-            // x and A of the parts of u, if any come here, take the first stages.
-            int taken = 0;
-            if constexpr (TOKENS < 256)
-                for (int index = blockIdx.x; index < Part::count(p); index += gridDim.x) {
-                    const Part part(p, index);
-                    taken += part.last - part.first;
-                }
-            // The weights of the next ones are on their way before the kernel that makes x has ended.
+            // The weights of the first stages are on their way before the kernel that makes x has ended.
             const int early = max(0, min(min(STAGES - taken, end - begin), (int)work.units - unit));
             const int unit0 = unit;
             for (int s = 0; s < early; s++, unit++) load_weights(taken + s);
             wait_for_predecessors();
-            if constexpr (TOKENS < 256)
-                for (int index = blockIdx.x; index < Part::count(p); index += gridDim.x) {
-                    const Part part(p, index);
-                    for (int window = part.first; window < part.last; window++) {
-                        const uint32_t bar = full + stage * 8;
-                        barrier_wait(empty + stage * 8, phase ^ 1);
-                        barrier_expect(bar, X_BYTES + BOXES * A_BYTES);
-                        tensor_load(x_base + stage * UNIT * X_BYTES, x_map, window * 64, part.token_block * TOKENS,
-                                    bar);
-#pragma unroll
-                        for (int i = 0; i < BOXES; i++)
-                            tensor_load(a_place<TOKENS, WARPS, UNIT>(x_base, w_base, stage) + i * A_BYTES, a_map,
-                                        window * 64, (part.group * BOXES + i) * 64, bar);
-                        next_stage();
-                    }
-                }
             unit = unit0;
             bool begins = unit == 0;
             for (int at = begin; at < end; at++) {
@@ -337,12 +341,12 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
         int stage = 0, phase = 0, at = begin;
         int tile = begin / work.units, unit = begin % work.units;
         const unsigned char* const w_warp = shared + (w_base - base) + warp * W_BYTES;
-        if constexpr (TOKENS < 256)
-            for (int index = blockIdx.x; index < Part::count(p); index += gridDim.x) {
-                const Part part(p, index);
+        if constexpr (TOKENS < 256) {
+            const Part part(p);
+            if (part.steps()) {
 #pragma unroll
                 for (int b = 0; b < TOKENS / 8; b++) c[b][0] = c[b][1] = c[b][2] = c[b][3] = 0.0f;
-                for (int window = part.first; window < part.last; window++) {
+                for (int i = 0; i < part.steps(); i++) {
                     barrier_wait(full + stage * 8, phase);
                     if (warp < BOXES * 4) {
                         load_a(a[0], a_place<TOKENS, WARPS, UNIT>(x_base, w_base, stage) + (warp >> 2) * A_BYTES, warp,
@@ -364,6 +368,7 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                 wait_for_predecessors();  // the workspace
                 if (warp < BOXES * 4) leave_u<TOKENS, BOXES>(p, part, warp, lane, c);
             }
+        }
         while (at < end) {
             const bool begins = unit == 0;
             const int stop = min((int)work.units, unit + end - at);
