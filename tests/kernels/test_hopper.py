@@ -92,8 +92,9 @@ def test_product_bias_and_lora(weight: tuple[GroupWeight, torch.Tensor], m: int)
                 added = _added(packed, lora, u)
             expected = product + added + (0.0 if offset is None else offset.double())
             bound = rounded_once(expected, torch.bfloat16)
-            if m > MANY_ROWS and lora is not None:  # the LoRA term is rounded by itself before it is added
-                bound = math.hypot(bound, rounded_once(added, torch.bfloat16) * float(added.norm() / expected.norm()))
+            if m > MANY_ROWS and lora is not None:  # LoRA and bias are rounded by themselves before they are added
+                term = added if offset is None else added + offset.double()
+                bound = math.hypot(bound, rounded_once(term, torch.bfloat16) * float(term.norm() / expected.norm()))
             assert rms_ratio(y, expected) <= 1.03 * bound
             assert torch.equal(y, quant_matmul(x, packed, offset, lora))
             wide = quant_matmul(x, packed, offset, lora, torch.float32)

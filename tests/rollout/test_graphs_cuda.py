@@ -177,7 +177,7 @@ def test_rows_that_draw_differently_share_a_captured_forward(tmp_path: Path) -> 
     "sampling",
     [
         SamplingParams(n=2, max_tokens=60, seed=3),
-        SamplingParams(n=2, max_tokens=60, temperature=0.0),
+        SamplingParams(max_tokens=60, temperature=0.0),
         SamplingParams(n=2, max_tokens=40, temperature=0.8, top_p=0.9),
     ],
     ids=["plain", "greedy", "truncated"],

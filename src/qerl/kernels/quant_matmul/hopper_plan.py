@@ -23,13 +23,13 @@ COUNTERS = (1 << 18) - (1 << 11)
 LORA_COUNTERS = 1 << 11
 # Up to so many rows of x a product makes u itself; above, u comes from a kernel of its own, whose time is small against
 # the product's. Few rows: 4 more warps multiply and sum. Many rows: the product's warps multiply, 3 idle ones sum.
-LORA_ROWS = 256
+LORA_ROWS = 512
 LORA_WARPS_FEW, LORA_WARPS_MANY = 4, 3
 # Parts of a sum that one of these warps reads at once; more slices than this would take longer to sum than to make.
 _AT_ONCE = 8
 _MOST_SLICES = 64
 # Of the workspace, for slices of u.
-LORA_BYTES = 4 << 20
+LORA_BYTES = 8 << 20
 # What a block of the LoRA shrink reads of A and x: less makes more slices to add up.
 _SHRINK_BYTES = 48 << 10
 

@@ -135,16 +135,15 @@ def dequantized_matmul(
     dense = _dequantized(weight, x.dtype)
     alpha = _uniform_factor(weight)
     y = x.new_empty(x.shape[0], weight.out_features)
-    if alpha is not None and bias is None:
-        # The GEMM adds what LoRA left in y to its fp32 sum; only that small term has been rounded before.
+    if alpha is not None and (bias is None or lora is not None):
+        # The GEMM adds what LoRA and bias left in y to its fp32 sum; only that small term has been rounded before.
         if lora is not None and u is not None:
-            _lora_into(y, weight, lora, u)
+            _lora_into(y, weight, bias, lora, u)
         return y.addmm_(x, dense.t(), beta=0 if lora is None else 1, alpha=alpha)
     extra = None if lora is None or u is None else lora_update(weight, lora, u)
     if alpha is not None and bias is not None:
         # Not addmm: with a bias, cuBLAS may round split-K partial sums to bf16 (seen on an H200: error 1.5x).
-        offset = bias.float() if extra is None else extra.add_(bias.float())
-        return torch.add(offset, _mm_fp32(x, dense.t()), alpha=alpha).to(x.dtype)
+        return torch.add(bias.float(), _mm_fp32(x, dense.t()), alpha=alpha).to(x.dtype)
     for rows, multiplier in _segments(weight):
         product = _mm_fp32(x, dense[rows].t()) * multiplier
         if extra is not None:
@@ -153,14 +152,20 @@ def dequantized_matmul(
     return y
 
 
-def _lora_into(y: torch.Tensor, weight: GroupWeight, lora: LoraUpdate, u: torch.Tensor) -> None:
-    """Write the LoRA term into `y`, zeros where a segment has none."""
+def _lora_into(
+    y: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, lora: LoraUpdate, u: torch.Tensor
+) -> None:
+    """Write the LoRA term and the bias into `y`, rounded once together; zeros where a segment has neither."""
     start = 0
     for rows, (column, rank, place) in zip(weight.segments, lora.places, strict=True):
-        part = y[:, start : start + rows]
-        if rank:
-            b = lora.b[place : place + rows * rank].view(rows, rank)
-            torch.mm(u[:, column : column + rank], b.t(), out=part)
+        part, offset = y[:, start : start + rows], None if bias is None else bias[start : start + rows]
+        b, columns = lora.b[place : place + rows * rank].view(rows, rank), u[:, column : column + rank]
+        if rank and offset is not None:
+            torch.addmm(offset, columns, b.t(), out=part)
+        elif rank:
+            torch.mm(columns, b.t(), out=part)
+        elif offset is not None:
+            part.copy_(offset.expand_as(part))
         else:
             part.zero_()
         start += rows

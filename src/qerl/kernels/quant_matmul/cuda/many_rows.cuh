@@ -313,12 +313,14 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                     next_stage();
                 });
             };
-            // The weights of the first stages are on their way before the kernel that makes x has ended.
-            const int early = max(0, min(min(STAGES - taken, end - begin), (int)work.units - unit));
-            const int unit0 = unit;
-            for (int s = 0; s < early; s++, unit++) load_weights(taken + s);
+            // The weights of the first stages are on their way before the kernel that makes x has ended; with LoRA,
+            // those before the first step that reads u.
+            const int plain = p.lora.u ? (int)work.units - unit + (unit ? work.units : 0) : STAGES;
+            const int early = max(0, min(min(STAGES - taken, end - begin), plain));
+            const int unit0 = unit, row_block0 = row_block, token00 = token0;
+            for (int s = 0; s < early; s++) load_weights(taken + s), advance();
             wait_for_predecessors();
-            unit = unit0;
+            unit = unit0, row_block = row_block0, token0 = token00;
             bool begins = unit == 0;
             for (int at = begin; at < end; at++) {
                 if (at >= begin + early) {
