@@ -164,14 +164,15 @@ class LoopingRunner(HashRunner):
         return logits
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_repetitive_text_is_accepted(temperature: float) -> None:
+@pytest.mark.parametrize("temperature, n", [(0.0, 1), (1.0, 2)])
+def test_repetitive_text_is_accepted(temperature: float, n: int) -> None:
+    sampling = SamplingParams(n=n, max_tokens=60, temperature=temperature)
     engine = make_engine(speculative_tokens=4)
     engine.runner.__class__ = LoopingRunner
-    outputs = engine.generate([[1, 2, 3]], SamplingParams(n=2, max_tokens=60, temperature=temperature))
+    outputs = engine.generate([[1, 2, 3]], sampling)
     plain = make_engine()
     plain.runner.__class__ = LoopingRunner
-    assert outputs == plain.generate([[1, 2, 3]], SamplingParams(n=2, max_tokens=60, temperature=temperature))
+    assert outputs == plain.generate([[1, 2, 3]], sampling)
     assert engine.stats.acceptance > 0.9
     assert engine.stats.decode_steps < plain.stats.decode_steps / 2
 

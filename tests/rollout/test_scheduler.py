@@ -74,9 +74,10 @@ class Simulator:
 
     def _write(self, step: ScheduledStep) -> None:
         written = set()
-        tokens = 0
+        tokens, next_tokens = 0, 0
         for chunk in step.chunks:
             tokens += chunk.count
+            next_tokens += isinstance(chunk.owner, Sample) and chunk.count == 1 and chunk.samples_from_last
             assert chunk.count > 0
             for at in range(chunk.start, chunk.end):
                 block, offset = chunk.owner.blocks[at // self.block_size], at % self.block_size
@@ -84,7 +85,8 @@ class Simulator:
                 assert (block, offset) not in written, "two tokens go to one slot"
                 written.add((block, offset))
                 self.cache[block, offset] = chunk.owner.token_ids[at]
-        assert tokens <= self.scheduler.max_batch_tokens
+        assert tokens - next_tokens <= self.scheduler.max_batch_tokens
+        assert next_tokens <= self.scheduler.max_num_seqs
         self.computed_tokens += tokens
 
     def _read(self, owner: Prefix | Sample, end: int) -> list[int]:
@@ -139,7 +141,7 @@ def test_long_prompt_is_cut_by_the_budget_and_mixed_with_decoding() -> None:
     steps = simulator.run()
     assert [(c.owner is first, c.count) for c in steps[0].chunks] == [(True, 6), (False, 2)]
     pieces = [chunk for step in steps for chunk in step.chunks if chunk.owner is second]
-    assert [chunk.count for chunk in pieces] == [2, 7, 7, 7, 7]
+    assert [chunk.count for chunk in pieces] == [2, 8, 8, 8, 4], "the token of the first sample comes on top"
     assert [chunk.samples_from_last for chunk in pieces] == [False] * 4 + [True]
     for step in steps[1:5]:
         assert step.chunks[0].owner is first.samples[0]

@@ -43,10 +43,11 @@ def any_drafts(monkeypatch: pytest.MonkeyPatch, eager_drafts: None) -> Iterator[
 def mix(rng: random.Random) -> tuple[list[list[int]], SamplingParams, dict[str, int | None]]:
     """Prompts, parameters and limits of an engine that drafts."""
     block_size, longest = rng.randint(1, 16), rng.choice([3, 20, 60])
+    temperature = rng.choice([0.0, 0.7, 1.0])
     sampling = SamplingParams(
-        n=rng.randint(1, 5),
+        n=rng.randint(1, 5) if temperature else 1,
         max_tokens=rng.choice([1, 2, 25, 70]),
-        temperature=rng.choice([0.0, 0.7, 1.0]),
+        temperature=temperature,
         seed=rng.randrange(100),
         ignore_eos=rng.random() < 0.3,
         stop_token_ids=rng.choice([(), (4,), (4, 9)]),

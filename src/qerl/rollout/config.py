@@ -22,8 +22,9 @@ class EngineConfig:
 
     ``num_blocks`` fixes the KV pool in blocks, ``memory_bytes`` in bytes; with neither, each call gets what
     its worst case needs, on the CPU at most 4 GiB or half of the free memory, and 80 % of it on CUDA. ``max_num_seqs``
-    bounds the samples that run at once, ``max_batch_tokens`` the tokens of one forward pass (longer prompts
-    are prefilled in chunks), ``max_model_len`` prompt plus completion (None: the model's own limit).
+    bounds the samples that run at once, ``max_batch_tokens`` the prompt tokens of one forward pass (longer prompts
+    are prefilled in chunks; the next token of each running sample comes on top), ``max_model_len`` prompt plus
+    completion (None: the model's own limit).
     ``kv_dtype``: "auto" stores keys and values in the compute dtype, "fp8" in float8 E4M3 with a scale of 1: half the
     memory and traffic of bf16, at 4 significant bits. ``cuda_graphs=False`` runs every decode step eagerly (for
     debugging; same results).

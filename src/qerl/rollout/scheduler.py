@@ -106,7 +106,11 @@ class Chunk:
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """The work of one forward pass. ``copies`` (source block, destination block) must be done before it."""
+    """The work of one forward pass. ``copies`` (source block, destination block) must be done before it.
+
+    ``budget`` bounds the prompt tokens and the recomputed ones. The next token of a running sample comes on top: if it
+    took a place, every prompt behind it would be cut, and its rest cost a pass of its own.
+    """
 
     budget: int
     chunks: list[Chunk] = field(default_factory=list)
@@ -115,8 +119,9 @@ class ScheduledStep:
     def add(self, owner: Prefix | Sample, count: int, *, wants_token: bool) -> None:
         """Append the next ``count`` tokens of ``owner``; a token is drawn only where its known tokens end."""
         last = owner.num_computed + count == len(owner.token_ids)
+        decodes = isinstance(owner, Sample) and last and count == 1
         self.chunks.append(Chunk(owner, owner.num_computed, count, wants_token and last))
-        self.budget -= count
+        self.budget -= 0 if decodes else count
 
 
 class Scheduler:
@@ -188,13 +193,16 @@ class Scheduler:
     def _schedule_running(self, step: ScheduledStep) -> None:
         """Give every running sample its next token (or the tokens it recomputes), evicting from the back."""
         position = 0
-        while position < len(self.running) and step.budget > 0:
+        while position < len(self.running):
             sample = self.running[position]
-            count = min(len(sample.token_ids) - sample.num_computed, step.budget)
+            position += 1
+            missing = len(sample.token_ids) - sample.num_computed
+            count = missing if missing == 1 else min(missing, step.budget)
+            if count == 0:
+                continue  # its turn comes with the next pass
             if not self._reserve_evicting(sample, count, step):
                 return
             step.add(sample, count, wants_token=True)
-            position += 1
 
     def _schedule_waiting(self, step: ScheduledStep) -> None:
         """Admit waiting samples of a resident prompt and prefill the prompts of the next ones, in order."""
