@@ -37,12 +37,12 @@ def test_replayed_decode_gives_the_trainers_logprobs(family: str, tiny_checkpoin
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature, n", [(0.0, 1), (1.0, 2)])
 def test_drafts_change_no_token_and_get_the_trainers_logprobs(
-    family: str, temperature: float, tiny_checkpoints: dict[str, Path]
+    family: str, temperature: float, n: int, tiny_checkpoints: dict[str, Path]
 ) -> None:
     model = policy(tiny_checkpoints[family])
-    sampling = SamplingParams(n=2, max_tokens=30, temperature=temperature, seed=1)
+    sampling = SamplingParams(n=n, max_tokens=30, temperature=temperature, seed=1)
     plain = make_engine(model, tiny_tokenizer(), max_model_len=64).generate(PROMPTS, sampling)
     engine = graphed_engine(model, speculative_tokens=4, speculative_history=10_000)
     for _ in range(3):

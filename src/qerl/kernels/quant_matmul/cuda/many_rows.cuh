@@ -320,6 +320,8 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
             const int unit0 = unit, row_block0 = row_block, token00 = token0;
             for (int s = 0; s < early; s++) load_weights(taken + s), advance();
             wait_for_predecessors();
+            // A parity tells two phases apart, no more: every phase that the parts of u used is seen here as well.
+            for (int i = STAGES; i < taken; i++) barrier_wait(empty + i % STAGES * 8, i / STAGES + 1 & 1);
             unit = unit0, row_block = row_block0, token0 = token00;
             bool begins = unit == 0;
             for (int at = begin; at < end; at++) {
