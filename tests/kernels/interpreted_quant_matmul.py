@@ -7,7 +7,7 @@ from kernel_cases import exact_weight, join_segments, make_group, rms_ratio, rou
 from qerl.formats.base import PackedTensor, get_format
 from qerl.kernels.quant_matmul import launch, paths, reference
 from qerl.kernels.quant_matmul.config import FEW_ROWS, FewRowsConfig
-from qerl.kernels.quant_matmul.weight import GroupWeight
+from qerl.kernels.quant_matmul.weight import GroupWeight, LoraUpdate
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -103,7 +103,7 @@ def test_only_wider_results_come_in_blocks(dtype: torch.dtype, monkeypatch: pyte
     monkeypatch.setattr(paths, "dequantize_into", recorded)
     x, dy = torch.randn(FEW_ROWS + 1, 192).to(dtype), torch.randn(3, 128).to(dtype)
     for out_dtype in (None, dtype):
-        y, dx = paths.matmul(x, weight, None, None, out_dtype), paths.matmul_dx(dy, weight, out_dtype)
+        y, dx = paths.matmul(x, weight, None, out_dtype), paths.matmul_dx(dy, weight, out_dtype)
         assert y.dtype == dx.dtype == dtype
     assert shapes == 4 * [(128, 192)]
 
@@ -118,6 +118,24 @@ def test_dequantized_path(weight_format: str, uniform: bool, with_bias: bool) ->
     y = paths.dequantized_matmul(x, weight, bias)
     expected = x.double() @ exact_weight(weight).t() + (0 if bias is None else bias.double())
     assert rms_ratio(y, expected) < 1e-6
+
+
+@pytest.mark.parametrize("m", [0, 3, FEW_ROWS + 1])
+def test_lora_where_no_kernel_adds_it(m: int) -> None:
+    weight = make_group("nvfp4", (32, 16), 192, uniform=False)
+    x, a, b, bias = torch.randn(m, 192), torch.randn(16, 192), torch.randn(32 * 8), torch.randn(48)
+    y, u = paths.lora_matmul(x, weight, bias, LoraUpdate(a, b, ((8, 8, 0), (0, 0, 0))))
+    assert u.shape == (m, 16) and y.shape == (m, 48)
+    exact_u = x.double() @ a.double().t()
+    added = torch.cat([exact_u[:, 8:] @ b.view(32, 8).double().t(), torch.zeros(m, 16)], 1)
+    expected = x.double() @ exact_weight(weight).t() + bias.double() + added
+    assert m == 0 or (rms_ratio(u, exact_u) < 1e-6 and rms_ratio(y, expected) < 1e-6)
+
+
+def test_rows_come_in_blocks_of_about_equal_size() -> None:
+    assert [list(paths._row_blocks(m, 10)) for m in (0, 1, 10)] == [[], [slice(0, 1)], [slice(0, 10)]]
+    assert list(paths._row_blocks(21, 10)) == [slice(0, 7), slice(7, 14), slice(14, 21)]
+    assert list(paths._row_blocks(11, 10)) == [slice(0, 6), slice(6, 11)]
 
 
 @pytest.mark.parametrize("uniform", [True, False], ids=["one-scale", "own-scales"])

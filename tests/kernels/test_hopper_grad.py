@@ -75,7 +75,6 @@ def test_what_is_not_finite_stays_in_its_row(weight: tuple[GroupWeight, torch.Te
 @pytest.mark.usefixtures("poisoned_memory")
 def test_the_op(weight: tuple[GroupWeight, torch.Tensor], m: int) -> None:
     packed, exact = weight
-    assert (hopper_grad.plan_for(m, packed) is None) == (m > GRAD_ROWS)
     dy = torch.randn(m, packed.out_features, device="cuda").bfloat16()
     expected = dy.double() @ exact
     dx = quant_matmul_dx(dy, packed)

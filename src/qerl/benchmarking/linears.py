@@ -116,7 +116,7 @@ def _linear_row(
     us = median_us(lambda i: packed[i](x), len(packed), device)
     bf16 = median_us(lambda i: F.linear(x, dense[i]), len(dense), device)
     row = _row(geometry, layer, bench, m, us, bf16, _floor_us(ceilings, [group], bench.lora_rank, m))
-    row["path"] = path_of(group, m, device)
+    row["path"] = path_of(group, m, device, bench.lora_rank)
     bnb = bitsandbytes_us(dense, x)
     if bnb is not None:
         row["bitsandbytes_nf4_us"] = round(bnb, 2)
@@ -124,7 +124,7 @@ def _linear_row(
         dy = torch.randn(m, n, device=device, dtype=dtype)
         weights = [g.group_weight() for g in groups]
         row["dx_us"] = round(median_us(lambda i: quant_matmul_dx(dy, weights[i]), len(weights), device), 2)
-        row["dx_path"] = dx_path_of(groups[0], m, device)
+        row["dx_path"] = dx_path_of(groups[0], device)
         row["dx_bf16_us"] = round(median_us(lambda i: dy @ dense[i], len(dense), device), 2)
     return row
 
@@ -157,7 +157,7 @@ def _measure_chain(
         bf16 = median_us(lambda i, run=run: run(dense[i]), len(dense), device)
         floor = sum(_floor_us(ceilings, [group], bench.lora_rank, m) for group, _ in packed[0])
         row = _row(geometry, ALL_FOUR, bench, m, us, bf16, floor)
-        on_row(row | {"path": path_of(packed[0][0][0], m, device)})
+        on_row(row | {"path": path_of(packed[0][0][0], m, device, bench.lora_rank)})
 
 
 def _row(geometry: Geometry, layer: str, bench: LinearBench, m: int, us: float, bf16_us: float, floor_us: float) -> Row:
@@ -241,7 +241,7 @@ def check_lora(name: str, group: WeightGroup, rank: int, dtype: torch.dtype) -> 
         raise CheckFailedError(f"{name} with LoRA: error {error:.6f} against fp64, allowed {limit}")
 
 
-def path_of(group: WeightGroup, m: int, device: torch.device) -> str:
+def path_of(group: WeightGroup, m: int, device: torch.device, lora_rank: int = 0) -> str:
     """Which implementation multiplies ``m`` rows."""
     if device.type != "cuda":
         return "torch"
@@ -249,15 +249,15 @@ def path_of(group: WeightGroup, m: int, device: torch.device) -> str:
         return "cublas"
     if group.layout == "tiles":
         few, many = hopper_plan.FEW_ROWS, hopper_plan.MANY_ROWS
-        return "cuda-few-rows" if m <= few else "cuda-many-rows" if m <= many else "dequantize+cublas"
+        return "cuda-few-rows" if m <= few else "cuda-many-rows" if m <= many or lora_rank else "dequantize+cublas"
     return "triton-few-rows" if m <= FEW_ROWS else "dequantize+cublas"
 
 
-def dx_path_of(group: WeightGroup, m: int, device: torch.device) -> str:
-    """Which implementation computes the gradient of ``m`` rows of input."""
+def dx_path_of(group: WeightGroup, device: torch.device) -> str:
+    """Which implementation computes the gradient of the input."""
     if device.type != "cuda":
         return "torch"
-    return "dequantize+cublas" if hopper_grad.plan_for(m, group.group_weight()) is None else "cuda-input-grad"
+    return "dequantize+cublas" if hopper_grad.plan_for(1, group.group_weight()) is None else "cuda-input-grad"
 
 
 def bitsandbytes_us(dense: list[torch.Tensor], x: torch.Tensor) -> float | None:

@@ -117,25 +117,22 @@ def _is_supported(index: int) -> bool:
     return True
 
 
-def matmul(
+def matmul_into(
     x: torch.Tensor,
     weight: GroupWeight,
     bias: torch.Tensor | None,
+    y: torch.Tensor,
     lora: LoraUpdate | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``x`` bf16 [M, K] contiguous, 1 <= M <= 2048 -> bf16 or fp32 [M, N], and u bf16 [M, R] with LoRA; weights in
-    tiles."""
-    m, n, k = x.shape[0], weight.out_features, weight.in_features
-    sms = multiprocessor_count(x.device.index)
-    y = torch.empty(m, n, dtype=out_dtype, device=x.device)
-    u = None if lora is None else torch.empty(m, lora.a.shape[0], dtype=torch.bfloat16, device=x.device)
-    plan = few_rows_plan(m, n, k, sms) if m <= FEW_ROWS else None
+    u: torch.Tensor | None = None,
+) -> None:
+    """``x`` bf16 [M, K] contiguous, 1 <= M <= 2048, into `y` bf16 or fp32 [M, N] and, with LoRA, `u` bf16 [M, R] (both
+    contiguous and mutated); weights in tiles."""
+    shape = x.shape[0], weight.out_features, weight.in_features, multiprocessor_count(x.device.index)
+    plan = few_rows_plan(*shape) if x.shape[0] <= FEW_ROWS else None
     if plan is not None:
         run_few_rows(plan, x, weight, bias, lora, y, u)
     else:
-        run_many_rows(many_rows_plan(m, n, k, sms), x, weight, bias, lora, y, u)
-    return y, u
+        run_many_rows(many_rows_plan(*shape), x, weight, bias, lora, y, u)
 
 
 def run_few_rows(

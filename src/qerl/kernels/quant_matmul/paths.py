@@ -16,6 +16,7 @@ import torch
 from qerl.kernels.device import multiprocessor_count
 from qerl.kernels.quant_matmul import hopper, hopper_grad, launch
 from qerl.kernels.quant_matmul.config import FEW_ROWS, few_rows_config
+from qerl.kernels.quant_matmul.hopper_grad_plan import GRAD_ROWS
 from qerl.kernels.quant_matmul.hopper_plan import MANY_ROWS
 from qerl.kernels.quant_matmul.reference import lora_update
 from qerl.kernels.quant_matmul.weight import GroupWeight, LoraUpdate
@@ -33,13 +34,14 @@ def matmul(
     if m == 0:
         return x.new_empty(0, weight.out_features, dtype=out_dtype)
     if weight.layout == "tiles" and x.dtype == torch.bfloat16 and m <= MANY_ROWS:
-        return hopper.matmul(x, weight, bias, None, out_dtype)[0]
+        y = x.new_empty(m, weight.out_features, dtype=out_dtype)
+        hopper.matmul_into(x, weight, bias, y)
+        return y
     if weight.layout == "rows" and x.dtype == torch.bfloat16 and m <= FEW_ROWS:
         units = multiprocessor_count(x.device.index)
         config = few_rows_config(m, weight.out_features, weight.in_features, units)
         return launch.few_rows_matmul(x, weight, bias, config, out_dtype)
-    product = dequantized_matmul if out_dtype == x.dtype else blockwise_matmul
-    return product(x, weight, bias, None, None)
+    return (dequantized_matmul if out_dtype == x.dtype else blockwise_matmul)(x, weight, bias)
 
 
 def lora_matmul(
@@ -49,17 +51,25 @@ def lora_matmul(
     lora: LoraUpdate,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `matmul`, with LoRA: [M, N] and u = ``x a^T`` [M, R]."""
-    m, out_dtype = x.shape[0], out_dtype or x.dtype
-    if m == 0:
-        return x.new_empty(0, weight.out_features, dtype=out_dtype), x.new_empty(0, lora.a.shape[0])
-    if weight.layout == "tiles" and x.dtype == torch.bfloat16 and m <= MANY_ROWS:
-        y, u = hopper.matmul(x, weight, bias, lora, out_dtype)
-        assert u is not None
+    """As `matmul`, with LoRA: [M, N] and u = ``x a^T`` [M, R].
+
+    Many rows of weights in tiles go through the packed kernels in blocks: that takes as long as dequantizing, cuBLAS
+    and two products more for LoRA (1 % apart at 8,192 rows on an H200), and rounds once.
+    """
+    out_dtype = out_dtype or x.dtype
+    if weight.layout == "tiles" and x.dtype == torch.bfloat16:
+        y, u = x.new_empty(x.shape[0], weight.out_features, dtype=out_dtype), x.new_empty(x.shape[0], lora.a.shape[0])
+        for rows in _row_blocks(x.shape[0], MANY_ROWS):
+            hopper.matmul_into(x[rows], weight, bias, y[rows], lora, u[rows])
         return y, u
     u = x @ lora.a.t()
-    product = dequantized_matmul if out_dtype == x.dtype else blockwise_matmul
-    return product(x, weight, bias, lora, u), u
+    return matmul(x, weight, bias, torch.float32).add_(lora_update(weight, lora, u)).to(out_dtype), u
+
+
+def _row_blocks(m: int, most: int) -> Iterator[slice]:
+    """Rows 0 to `m` (exclusive) in blocks of about equal size, `most` at most."""
+    step = -(-m // max(1, -(-m // most)))
+    yield from (slice(first, min(m, first + step)) for first in range(0, m, max(1, step)))
 
 
 def matmul_dx(dy: torch.Tensor, weight: GroupWeight, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -69,28 +79,22 @@ def matmul_dx(dy: torch.Tensor, weight: GroupWeight, out_dtype: torch.dtype | No
         return dy.new_empty(0, weight.in_features, dtype=out_dtype)
     if out_dtype != dy.dtype:
         return blockwise_matmul_dx(dy, weight)
-    plan = hopper_grad.plan_for(dy.shape[0], weight) if dy.dtype == torch.bfloat16 else None
-    if plan is None:
+    blocks = [
+        (rows, hopper_grad.plan_for(rows.stop - rows.start, weight)) for rows in _row_blocks(dy.shape[0], GRAD_ROWS)
+    ]
+    if dy.dtype != torch.bfloat16 or any(plan is None for _, plan in blocks):
         return dequantized_matmul_dx(dy, weight)
     dx = dy.new_empty(dy.shape[0], weight.in_features)
-    hopper_grad.run_input_grad(plan, dy, weight, dx)
+    for rows, plan in blocks:
+        hopper_grad.run_input_grad(plan, dy[rows], weight, dx[rows])
     return dx
 
 
-def blockwise_matmul(
-    x: torch.Tensor,
-    weight: GroupWeight,
-    bias: torch.Tensor | None,
-    lora: LoraUpdate | None,
-    u: torch.Tensor | None,
-) -> torch.Tensor:
+def blockwise_matmul(x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """`matmul` with an fp32 result, by way of the workspace and a dense GEMM for each block of rows."""
     y = x.new_empty(x.shape[0], weight.out_features, dtype=torch.float32)
-    extra = None if lora is None or u is None else lora_update(weight, lora, u)
     for rows, dense, multiplier in _dense_blocks(weight, x.dtype):
         product = _mm_fp32(x, dense.t()).mul_(multiplier)
-        if extra is not None:
-            product += extra[:, rows]
         y[:, rows] = product if bias is None else product.add_(bias[rows])
     return y
 
@@ -124,51 +128,20 @@ def _dense_blocks(
             yield slice(first, last), dense, inverse if alpha is None else alpha
 
 
-def dequantized_matmul(
-    x: torch.Tensor,
-    weight: GroupWeight,
-    bias: torch.Tensor | None,
-    lora: LoraUpdate | None,
-    u: torch.Tensor | None,
-) -> torch.Tensor:
+def dequantized_matmul(x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """`matmul` by way of the workspace and a dense GEMM."""
     dense = _dequantized(weight, x.dtype)
     alpha = _uniform_factor(weight)
     y = x.new_empty(x.shape[0], weight.out_features)
-    if alpha is not None and (bias is None or lora is not None):
-        # The GEMM adds what LoRA and bias left in y to its fp32 sum; only that small term has been rounded before.
-        if lora is not None and u is not None:
-            _lora_into(y, weight, bias, lora, u)
-        return y.addmm_(x, dense.t(), beta=0 if lora is None else 1, alpha=alpha)
-    extra = None if lora is None or u is None else lora_update(weight, lora, u)
+    if alpha is not None and bias is None:
+        return y.addmm_(x, dense.t(), beta=0, alpha=alpha)
     if alpha is not None and bias is not None:
         # Not addmm: with a bias, cuBLAS may round split-K partial sums to bf16 (seen on an H200: error 1.5x).
         return torch.add(bias.float(), _mm_fp32(x, dense.t()), alpha=alpha).to(x.dtype)
     for rows, multiplier in _segments(weight):
         product = _mm_fp32(x, dense[rows].t()) * multiplier
-        if extra is not None:
-            product += extra[:, rows]
         y[:, rows] = product if bias is None else product + bias[rows].float()
     return y
-
-
-def _lora_into(
-    y: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, lora: LoraUpdate, u: torch.Tensor
-) -> None:
-    """Write the LoRA term and the bias into `y`, rounded once together; zeros where a segment has neither."""
-    start = 0
-    for rows, (column, rank, place) in zip(weight.segments, lora.places, strict=True):
-        part, offset = y[:, start : start + rows], None if bias is None else bias[start : start + rows]
-        b, columns = lora.b[place : place + rows * rank].view(rows, rank), u[:, column : column + rank]
-        if rank and offset is not None:
-            torch.addmm(offset, columns, b.t(), out=part)
-        elif rank:
-            torch.mm(columns, b.t(), out=part)
-        elif offset is not None:
-            part.copy_(offset.expand_as(part))
-        else:
-            part.zero_()
-        start += rows
 
 
 def dequantize_into(weight: GroupWeight, out: torch.Tensor) -> None:
