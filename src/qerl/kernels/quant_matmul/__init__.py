@@ -1,8 +1,8 @@
 """Products with frozen 4-bit weights: forward, gradient of the input, dequantization.
 
 CPU tensors take the plain torch reference. On CUDA, weights in tiles go through the Hopper kernels (``cuda/``) up to
-`MANY_ROWS` rows, and so do bf16 gradients up to `GRAD_ROWS` under one global scale; weights in rows go through a Triton
-kernel up to `FEW_ROWS`. All three keep weights packed until registers. Whatever else there is dequantizes into a reused
+`MANY_ROWS` rows, with LoRA at any number, and so do bf16 gradients under one global scale; weights in rows go through a
+Triton kernel up to `FEW_ROWS`. All three keep weights packed until registers. Whatever else there is dequantizes into a reused
 workspace and multiplies with cuBLAS. All multiply by the same bf16 weights, accumulate in fp32, apply the global scale
 to the accumulator and round once, or not at all where an fp32 result is asked for.
 
