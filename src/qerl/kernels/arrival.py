@@ -1,8 +1,8 @@
 """Counters by which the programs of one launch find out which of them arrives last.
 
 A split sum is added up by the last program of its launch, in a fixed order: no second launch, the same bits every run.
-One buffer per device, zero between launches (the last program clears its counter). Launches on one device must be
-ordered by a stream: two at once would count each other's programs.
+One buffer per device, zero between launches (the last program clears its counter). Launches on one device are
+ordered by ``launch_on``: two at once would count each other's programs.
 """
 
 import torch

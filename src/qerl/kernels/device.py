@@ -1,6 +1,8 @@
 """Which GPUs the kernels run on."""
 
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
 import torch
@@ -9,13 +11,17 @@ MINIMUM_CAPABILITY = (8, 0)
 # Programmatic dependent launch where the GPU has it; a benchmark may set False before the first launch to compare.
 DEPENDENT_LAUNCH = True
 
+_launching = threading.RLock()
+# Device index -> the stream of its latest launch.
+_last_streams: dict[int, torch.cuda.Stream] = {}
+
 
 class UnsupportedGPUError(ValueError):
     """The GPU is too old for the kernels."""
 
 
 def launch_on(device: torch.device) -> AbstractContextManager[object]:
-    """The context in which kernels for tensors on `device` are launched (Triton takes the current GPU, not theirs).
+    """The context in which kernels for tensors on `device` are launched: on the GPU, :func:`in_launch_order`.
 
     Does nothing for the CPU, where only Triton's interpreter launches.
 
@@ -24,8 +30,27 @@ def launch_on(device: torch.device) -> AbstractContextManager[object]:
     """
     if device.type != "cuda":
         return nullcontext()
-    _check_capability(torch.cuda.current_device() if device.index is None else device.index)
-    return torch.cuda.device(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    _check_capability(index)
+    return in_launch_order(index)
+
+
+@contextmanager
+def in_launch_order(index: int) -> Iterator[None]:
+    """CUDA device `index` is current, and what is launched on its current stream starts after whatever was launched in
+    such a context before, by any thread on any stream.
+
+    Workspaces and counters are one a device, and some kernels wait for blocks of their own launch: two of them at once
+    would read each other's sums, or wait for ever. Launches that are captured are ordered where their graph is replayed.
+    """
+    with _launching, torch.cuda.device(index):
+        stream = torch.cuda.current_stream(index)
+        if not torch.cuda.is_current_stream_capturing():
+            last = _last_streams.get(index, stream)
+            if last != stream:
+                stream.wait_stream(last)
+            _last_streams[index] = stream
+        yield
 
 
 @cache

@@ -15,6 +15,8 @@ from collections.abc import Callable, Hashable, Iterable
 
 import torch
 
+from qerl.kernels.device import in_launch_order
+
 # Kinds of steps whose graphs are kept; a server may see any number of temperatures.
 MAX_KINDS = 4
 
@@ -122,4 +124,10 @@ class CudaCapture:
             raise GraphCaptureError(
                 f"a decode step could not be captured in a CUDA graph ({error}); cuda_graphs=False decodes without"
             ) from error
-        return graph.replay
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+
+        def replay() -> None:
+            with in_launch_order(index):
+                graph.replay()
+
+        return replay

@@ -25,7 +25,7 @@ def paged_attention_decode(
     CUDA. One launch: long contexts are cut into slices, and the blocks of a sequence and head merge them in order (the
     last program to arrive where there are no clusters): same inputs, same bits. How many slices depends on the shapes
     alone (not on the lengths), so the call can be captured in a CUDA graph after a first one; a sequence of length 0
-    (padding of a graph's batch) gives zeros and reads no cache. Calls on one device must be ordered by a stream.
+    (padding of a graph's batch) gives zeros and reads no cache.
 
     Args:
         q: bf16, fp16 or fp32 ``[S, Hq, D]``, D one of `HEAD_DIMS` on CUDA; rows may be strided (views of a fused qkv).

@@ -2,9 +2,9 @@
 
 CPU tensors take the plain torch reference. On CUDA, weights in tiles go through the Hopper kernels (``cuda/``) up to
 `MANY_ROWS` rows, with LoRA at any number, and so do bf16 gradients under one global scale; weights in rows go through a
-Triton kernel up to `FEW_ROWS`. All three keep weights packed until registers. Whatever else there is dequantizes into a reused
-workspace and multiplies with cuBLAS. All multiply by the same bf16 weights, accumulate in fp32, apply the global scale
-to the accumulator and round once, or not at all where an fp32 result is asked for.
+Triton kernel up to `FEW_ROWS`. All three keep weights packed until registers. Whatever else there is dequantizes into a
+reused workspace and multiplies with cuBLAS. All multiply by the same bf16 weights, accumulate in fp32, apply the global
+scale to the accumulator and round once, or not at all where an fp32 result is asked for.
 
 The ops are registered with torch.library (torch.compile and CUDA graphs see opaque calls); autograd is the
 caller's.

@@ -255,7 +255,7 @@ def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.
     """Sums of shared tiles (fp32), the counters of their parts (zero between launches), slices of u (fp32).
 
     Of fixed size and address, because captured graphs bake it in; first asked for outside a capture. Launches on one
-    device must be ordered by a stream.
+    device are ordered by ``launch_on``.
     """
     sums = workspace_bytes(multiprocessor_count(device.index))
     partial, slices = (torch.empty(size, dtype=torch.uint8, device=device) for size in (sums, LORA_BYTES))

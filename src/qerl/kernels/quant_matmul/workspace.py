@@ -2,7 +2,7 @@
 
 One buffer per device, as large as the largest weight seen (2 bytes a weight in bf16). It holds nothing
 between calls: it is written and read inside one call, so nobody may keep a view, and calls on one device
-must be ordered by a stream (two streams at once would overwrite each other's weights).
+are ordered by ``launch_on`` (two streams at once would overwrite each other's weights).
 
 CUDA graphs bake the address in. A buffer that was handed out during a capture is therefore kept for the life
 of the process even when a larger one replaces it; `reserve_workspace` before the first capture avoids that.
