@@ -137,10 +137,18 @@ def test_lora_is_added_before_rounding_and_misuse_is_named() -> None:
         LoraUpdate(a, b[:-1], lora.places),
         LoraUpdate(a, b, ((4, 8, 0), (0, 0, 0))),
         LoraUpdate(a, b, ((8, 8, 0),)),
+        LoraUpdate(a, b, ((0, 8, 3), (0, 0, 0))),
+        LoraUpdate(a, b, ((-8, 8, 0), (0, 0, 0))),
         LoraUpdate(a.float(), b, lora.places),
+        LoraUpdate(a, torch.randn(2 * 256).bfloat16()[::2], lora.places),
+        LoraUpdate(a, b.view(32, 8), lora.places),
+        LoraUpdate(torch.randn(17 * 64).bfloat16()[4 : 4 + 16 * 64].view(16, 64), b, lora.places),
+        LoraUpdate(a.to("meta"), b, lora.places),
     ):
-        with pytest.raises(ValueError, match=r"got|multiples of 8"):
+        with pytest.raises(ValueError, match=r"got|multiples of 8|x is on cpu"):
             quant_matmul(x, weight, None, wrong)
+    with pytest.raises(ValueError, match="on meta"):
+        quant_matmul(x, weight, torch.empty(48, dtype=torch.bfloat16, device="meta"))
 
 
 @pytest.mark.parametrize("weight_format, checks", [("nvfp4", ("test_faketensor",)), ("nf4", ("test_schema",))])

@@ -18,6 +18,9 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+# Set to anything, this environment variable leaves everything to the Triton kernels; NVFP4 weights then stay in rows.
+DISABLE_VARIABLE = "QERL_NO_CUDA_KERNELS"
+
 
 class KernelBuildError(RuntimeError):
     """NVRTC or the driver refused a kernel."""

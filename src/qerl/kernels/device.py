@@ -41,7 +41,8 @@ def in_launch_order(index: int) -> Iterator[None]:
     such a context before, by any thread on any stream.
 
     Workspaces and counters are one a device, and some kernels wait for blocks of their own launch: two of them at once
-    would read each other's sums, or wait for ever. Launches that are captured are ordered where their graph is replayed.
+    would read each other's sums, or wait for ever. Launches that are captured are ordered where the engine replays its
+    graphs; who captures our ops in graphs of their own must order their replays themselves.
     """
     with _launching, torch.cuda.device(index):
         stream = torch.cuda.current_stream(index)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 import torch
 
-from qerl.kernels.device import in_launch_order
+from qerl.kernels.device import launch_on
 
 # Kinds of steps whose graphs are kept; a server may see any number of temperatures.
 MAX_KINDS = 4
@@ -124,10 +124,10 @@ class CudaCapture:
             raise GraphCaptureError(
                 f"a decode step could not be captured in a CUDA graph ({error}); cuda_graphs=False decodes without"
             ) from error
-        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        device = self._device
 
         def replay() -> None:
-            with in_launch_order(index):
+            with launch_on(device):
                 graph.replay()
 
         return replay

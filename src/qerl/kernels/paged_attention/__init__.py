@@ -118,7 +118,7 @@ def _decode_op(
         return reference.paged_attention_decode(q, k_cache, v_cache, block_table, context_lens, scale)
     if q.shape[0] == 0:
         return q.new_empty(q.shape)
-    if hopper.serves(q, k_cache):
+    if hopper.serves(q, k_cache, v_cache):
         with launch_on(q.device):
             return hopper.decode(q, k_cache, v_cache, block_table, context_lens, scale)
     from qerl.kernels.paged_attention import launch  # Triton comes only with CUDA builds of torch.

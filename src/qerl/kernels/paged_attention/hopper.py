@@ -1,15 +1,18 @@
 """Launch of the CUDA C++ decode attention for sm_90 (``cuda/decode.cuh``)."""
 
 import ctypes
+import logging
 import math
+import os
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from qerl.kernels.cuda import Launch, load_kernel
+from qerl.kernels.cuda import DISABLE_VARIABLE, Launch, load_kernel, load_module
 from qerl.kernels.device import dependent_launch, multiprocessor_count
-from qerl.kernels.quant_matmul import hopper
+
+logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent / "cuda"
 # Entry points of a cache's dtype begin with the name of its source.
@@ -24,6 +27,8 @@ _WARPS, _TOKENS = 4, 16
 # a block is a cluster of its own.
 _STAGES = {256: 3, 128: 4, 64: 6}
 _BLOCKS_PER_SM = 2
+# Rows of a grid.
+_MAX_SEQUENCES = 65_535
 # Tokens below which a block's part of a context is not cut: a step of each warp.
 _MIN_PART = _WARPS * _TOKENS
 
@@ -51,21 +56,40 @@ class _Params(ctypes.Structure):
     ]
 
 
-def serves(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
+def serves(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
     """Whether the kernel takes these tensors: a Hopper GPU, bf16 queries, a bf16 or E4M3 cache, known head size and
     group, aligned rows."""
     unit = 16 // k_cache.element_size()
     return (
         q.dtype == torch.bfloat16
         and k_cache.dtype in _SOURCES
+        and q.shape[0] <= _MAX_SEQUENCES
         and q.shape[2] in HEAD_DIMS
         and q.shape[1] // k_cache.shape[2] <= MAX_GROUP
         and all(stride % unit == 0 for stride in k_cache.stride()[:3])
         and q.stride(0) % 2 == 0
         and q.data_ptr() % 4 == 0
-        and k_cache.data_ptr() % 16 == 0
-        and hopper.is_supported(q.device)
+        and (k_cache.data_ptr() | v_cache.data_ptr()) % 16 == 0
+        and is_supported(q.device.index, k_cache.dtype)
     )
+
+
+@cache
+def is_supported(index: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel for a cache of `dtype` can be built for CUDA device `index`; says once why not, where a Hopper
+    GPU is there."""
+    if torch.cuda.get_device_capability(index) != (9, 0) or os.environ.get(DISABLE_VARIABLE):
+        return False
+    try:
+        load_module(_SOURCES[dtype], index)
+    except (ImportError, RuntimeError) as error:  # cuda.bindings raises a RuntimeError where a library is missing
+        logger.warning(
+            "the Hopper kernel of decode attention cannot be built (%s): the Triton kernel serves it. It needs NVRTC "
+            "and cuda-bindings, which torch's CUDA packages bring along",
+            error,
+        )
+        return False
+    return True
 
 
 def cluster_size(sequences: int, num_kv_heads: int, longest: int, multiprocessors: int) -> int:

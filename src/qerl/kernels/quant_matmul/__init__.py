@@ -99,7 +99,8 @@ def quant_lora_matmul(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `quant_matmul` with LoRA, for x ``[M, K]``; also returns u = ``x a^T`` [M, R], rounded to the dtype of `x`.
 
-    On a Hopper GPU both come from one launch up to 256 rows (``cuda/shrink.cuh``).
+    On a Hopper GPU both come from one launch up to 512 rows, as long as a tile of the product has fewer than 256
+    (``cuda/shrink.cuh``).
     """
     wide = _check_product(x, weight, bias, out_dtype)
     _check_lora(x, weight, lora)
@@ -112,10 +113,11 @@ def _check_product(
 ) -> bool:
     """Check the operands; whether the result is wider than `x`."""
     _check_activation("x", x, weight, weight.in_features)
-    if bias is not None and (bias.shape != (weight.out_features,) or bias.dtype != x.dtype):
+    expected = (weight.out_features,), x.dtype, x.device
+    if bias is not None and (tuple(bias.shape), bias.dtype, bias.device) != expected:
         raise ValueError(
-            f"bias must be {x.dtype} [{weight.out_features}] like x and the weight's rows, "
-            f"got {bias.dtype} {list(bias.shape)}"
+            f"bias must be {x.dtype} [{weight.out_features}] on {x.device} like x and the weight's rows, "
+            f"got {bias.dtype} {list(bias.shape)} on {bias.device}"
         )
     return _is_wide(x, out_dtype)
 
@@ -191,20 +193,30 @@ def _is_wide(x: torch.Tensor, out_dtype: torch.dtype | None) -> bool:
 
 
 def _check_lora(x: torch.Tensor, weight: GroupWeight, lora: LoraUpdate) -> None:
-    width = lora.a.shape[0]
-    if x.ndim != 2 or lora.a.shape != (width, x.shape[1]) or lora.a.dtype != x.dtype or lora.b.dtype != x.dtype:
+    a, b, width = lora.a, lora.b, lora.a.shape[0]
+    if x.ndim != 2 or a.shape != (width, x.shape[1]) or a.dtype != x.dtype or b.dtype != x.dtype:
         raise ValueError(
             f"a must be {x.dtype} [R, {weight.in_features}] like x {list(x.shape)}, and b of that dtype; got "
-            f"{lora.a.dtype} {list(lora.a.shape)} and {lora.b.dtype}"
+            f"{a.dtype} {list(a.shape)} and {b.dtype}"
+        )
+    if a.device != x.device or b.device != x.device:
+        raise ValueError(f"x is on {x.device}, a on {a.device}, b on {b.device}")
+    if b.ndim != 1 or not b.is_contiguous() or not a.is_contiguous() or a.data_ptr() % 16 or b.data_ptr() % 4:
+        raise ValueError(
+            f"a must be contiguous from an address that is a multiple of 16, b one-dimensional and contiguous; got "
+            f"strides {a.stride()} at {a.data_ptr():#x} and b {list(b.shape)} with strides {b.stride()}"
         )
     fits = len(lora.places) == len(weight.segments) and all(
-        rank % 8 == 0 and column % 8 == 0 and column + rank <= width and place + rows * rank <= lora.b.numel()
+        min(column, rank, place) >= 0
+        and (column % 8, rank % 8, place % 8) == (0, 0, 0)
+        and column + rank <= width
+        and place + rows * rank <= b.numel()
         for rows, (column, rank, place) in zip(weight.segments, lora.places, strict=False)
     )
-    if not fits or width % 8 or not lora.a.is_contiguous():
+    if not fits or width % 8:
         raise ValueError(
-            f"places {lora.places} do not fit segments {weight.segments}, a of {width} rows (contiguous) and b of "
-            f"{lora.b.numel()}: ranks and columns come in multiples of 8"
+            f"places {lora.places} do not fit segments {weight.segments}, a of {width} rows and b of {b.numel()}: "
+            "columns, ranks and places come in multiples of 8"
         )
 
 
@@ -255,7 +267,7 @@ def _matmul_op(
     out_dtype = torch.float32 if wide else x.dtype
     weight = _weight(codes, block_scale, global_scale, weight_format, segments, uniform_scale)
     if not x.is_cuda:
-        return reference.quant_matmul(x, weight, bias, None, out_dtype)
+        return reference.quant_matmul(x, weight, bias, None, None, out_dtype)
     from qerl.kernels.quant_matmul import paths  # Triton comes only with CUDA builds of torch.
 
     with launch_on(x.device):
@@ -286,7 +298,8 @@ def _lora_matmul_op(
     weight = _weight(codes, block_scale, global_scale, weight_format, segments, uniform_scale)
     lora = LoraUpdate(a, b, tuple(zip(places[::3], places[1::3], places[2::3], strict=True)))
     if not x.is_cuda:
-        return reference.quant_matmul(x, weight, bias, lora, out_dtype), reference.lora_shrink(x, a)
+        u = reference.lora_shrink(x, a)
+        return reference.quant_matmul(x, weight, bias, lora, u, out_dtype), u
     from qerl.kernels.quant_matmul import paths  # Triton comes only with CUDA builds of torch.
 
     with launch_on(x.device):

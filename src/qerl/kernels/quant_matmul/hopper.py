@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from qerl.kernels.cuda import Launch, load_kernel, load_module
+from qerl.kernels.cuda import DISABLE_VARIABLE, Launch, load_kernel, load_module
 from qerl.kernels.device import dependent_launch, multiprocessor_count
 from qerl.kernels.quant_matmul.hopper_plan import (
     COUNTERS,
@@ -30,8 +30,6 @@ from qerl.kernels.quant_matmul.weight import GroupWeight, LoraUpdate
 
 logger = logging.getLogger(__name__)
 
-# Set to anything, this environment variable keeps NVFP4 weights in the row-major layout of the Triton kernels.
-DISABLE_VARIABLE = "QERL_NO_CUDA_KERNELS"
 _SOURCES = Path(__file__).parent / "cuda"
 # Tiles store code x scale x 2^-9 after decoding (cuda/tiles.cuh); the epilogue takes the power back.
 _SCALE = 512.0
@@ -146,17 +144,18 @@ def run_few_rows(
 ) -> None:
     """Launch one few-row kernel into `y` bf16 or fp32 and, with LoRA, `u` bf16 [M, R] (both mutated)."""
     shape, sms = (x.shape[0], weight.out_features, weight.in_features), multiprocessor_count(x.device.index)
-    params = _params(x, weight, bias, y)
+    params = product_params(x, weight, bias, y)
     params.slices = plan.slices
     shared, warps = plan.shared_bytes(*shape, sms), plan.warps
     grid = plan.group(weight.out_features, sms) * plan.slices
     if lora is not None:
+        assert u is not None, "u is written beside y"
         with_lora = plan.shared_bytes(*shape, sms, u.shape[1])
         fits = with_lora <= SHARED_BYTES
         if _set_lora(params, x, lora, u, plan.lora_slices(*u.shape, x.shape[1], grid) if fits else None):
             shared, warps = with_lora, warps + LORA_WARPS_FEW
     wide = _wide(y)
-    _launch(f"few_rows{wide}", plan.name + wide, 32 * warps, (grid, 1, 1), shared, x.device.index)(params)
+    kernel_launch(f"few_rows{wide}", plan.name + wide, 32 * warps, (grid, 1, 1), shared, x.device.index)(params)
 
 
 def run_many_rows(
@@ -170,15 +169,18 @@ def run_many_rows(
 ) -> None:
     """Launch one many-row kernel into `y` bf16 or fp32 and, with LoRA, `u` bf16 [M, R] (both mutated)."""
     shape, sms = (x.shape[0], weight.out_features, weight.in_features), multiprocessor_count(x.device.index)
-    params = _params(x, weight, bias, y)
+    params = product_params(x, weight, bias, y)
     params.slices = int(plan.whole)
     grid = plan.grid(*shape, sms)
     maps = [bf16_map(x.data_ptr(), *x.shape, plan.tokens)] * 3
-    if lora is not None and u is not None:
+    if lora is not None:
+        assert u is not None, "u is written beside y"
         _set_lora(params, x, lora, u, plan.lora_slices(*u.shape, x.shape[1], grid))
         maps[1:] = bf16_map(u.data_ptr(), *u.shape, plan.tokens), bf16_map(lora.a.data_ptr(), *lora.a.shape, 64)
     wide, threads = _wide(y), 128 * plan.groups + 128
-    launch = _launch(f"many_rows{wide}", plan.name + wide, threads, (grid, 1, 1), plan.shared_bytes, x.device.index)
+    launch = kernel_launch(
+        f"many_rows{wide}", plan.name + wide, threads, (grid, 1, 1), plan.shared_bytes, x.device.index
+    )
     launch(params, *maps)
 
 
@@ -203,7 +205,7 @@ def _shrink_into(x: torch.Tensor, a: torch.Tensor, u: torch.Tensor) -> None:
     params = _Shrink(x.data_ptr(), a.data_ptr(), u.data_ptr(), partial.data_ptr(), arrivals.data_ptr(), m, k, r)
     blocks, slices = shrink_plan(m, r, k, multiprocessor_count(x.device.index))
     grid = (-(-r // 16), slices, -(-m // (8 * blocks)))
-    _launch("lora_shrink", f"lora_shrink_{blocks}", 512 if blocks < 8 else 256, grid, 0, x.device.index)(params)
+    kernel_launch("lora_shrink", f"lora_shrink_{blocks}", 512 if blocks < 8 else 256, grid, 0, x.device.index)(params)
 
 
 def dequantize_into(weight: GroupWeight, out: torch.Tensor) -> None:
@@ -212,10 +214,10 @@ def dequantize_into(weight: GroupWeight, out: torch.Tensor) -> None:
     params = _Dequantize(weight.codes.data_ptr(), out.data_ptr(), n, k)
     name = "dequantize_bf16" if out.dtype == torch.bfloat16 else "dequantize_fp32"
     grid = (-(-k // (64 * 4 * 4)), n // TILE_ROWS, 1)
-    _launch("dequantize", name, 128, grid, 0, out.device.index)(params)
+    kernel_launch("dequantize", name, 128, grid, 0, out.device.index)(params)
 
 
-def _params(x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, y: torch.Tensor) -> _Params:
+def product_params(x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, y: torch.Tensor) -> _Params:
     params = _Params()
     params.tiles, params.x, params.y = weight.codes.data_ptr(), x.data_ptr(), y.data_ptr()
     params.m, params.n, params.k = x.shape[0], weight.out_features, weight.in_features
@@ -263,7 +265,7 @@ def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 @cache
-def _launch(source: str, name: str, threads: int, grid: tuple[int, int, int], shared: int, device: int) -> Launch:
+def kernel_launch(source: str, name: str, threads: int, grid: tuple[int, int, int], shared: int, device: int) -> Launch:
     kernel = load_kernel(_SOURCES / f"{source}.cu", name, threads, shared > 0, device)
     return Launch(
         kernel, grid, shared, overlap=source != "dequantize" and dependent_launch(torch.device("cuda", device))

@@ -6,7 +6,7 @@ import torch
 
 from qerl.kernels.device import multiprocessor_count
 from qerl.kernels.quant_matmul import hopper
-from qerl.kernels.quant_matmul.hopper_grad_plan import InputGradPlan, input_grad_plan
+from qerl.kernels.quant_matmul.hopper_grad_plan import STEP_CHANNELS, InputGradPlan, input_grad_plan
 from qerl.kernels.quant_matmul.tensor_map import bf16_map, byte_map
 from qerl.kernels.quant_matmul.tiles import TILE_ROWS, WINDOW_BYTES, WINDOW_COLUMNS
 from qerl.kernels.quant_matmul.weight import GroupWeight
@@ -14,14 +14,13 @@ from qerl.kernels.quant_matmul.weight import GroupWeight
 # A window as the copies see it: eight rows of codes and one of scales.
 _ROW_BYTES = 64
 _CODE_ROWS = 8
-# Row tiles of one step of the sum.
-_STEP_TILES = 4
+_STEP_TILES = STEP_CHANNELS // TILE_ROWS
 
 
 def plan_for(m: int, weight: GroupWeight) -> InputGradPlan | None:
     """How dx of ``m`` rows is computed from packed weights; None where dequantizing them first is the way.
 
-    That is many rows, rows instead of tiles, or members with global scales of their own: the sum runs over them.
+    That is where weights are in rows, or members have global scales of their own: the sum runs over them.
     """
     if weight.layout != "tiles" or (weight.uniform_scale is None and len(weight.segments) > 1):
         return None
@@ -33,10 +32,10 @@ def run_input_grad(plan: InputGradPlan, dy: torch.Tensor, weight: GroupWeight, d
     """Launch one kernel: ``dy`` bf16 [M, N] contiguous, M > 0, weights of one global scale -> bf16 `dx` [M, K]."""
     index = dy.device.index
     shape, sms = (dy.shape[0], weight.out_features, weight.in_features), multiprocessor_count(index)
-    params = hopper._params(dy, weight, None, dx)
+    params = hopper.product_params(dy, weight, None, dx)
     params.slices = plan.waves(*shape, sms)
     grid, threads = (plan.grid(*shape, sms), 1, 1), 128 * plan.groups + 128
-    launch = hopper._launch("input_grad", plan.name, threads, grid, plan.shared_bytes, index)
+    launch = hopper.kernel_launch("input_grad", plan.name, threads, grid, plan.shared_bytes, index)
     launch(params, bf16_map(dy.data_ptr(), *dy.shape, plan.tokens), *_weight_maps(weight, plan.groups))
 
 

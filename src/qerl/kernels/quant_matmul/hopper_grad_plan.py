@@ -10,7 +10,7 @@ from functools import cache
 from qerl.kernels.quant_matmul.hopper_plan import COUNTERS
 from qerl.kernels.quant_matmul.tiles import WINDOW_BYTES, WINDOW_COLUMNS
 
-# Above so many rows of dy (the most that were measured): dequantize once and use cuBLAS.
+# Rows of dy in one launch, the most that were measured; more come in blocks.
 GRAD_ROWS = 8192
 # Channels of one step of the sum, four row tiles.
 STEP_CHANNELS = 64

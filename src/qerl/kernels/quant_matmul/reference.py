@@ -31,16 +31,17 @@ def quant_matmul(
     weight: GroupWeight,
     bias: torch.Tensor | None = None,
     lora: LoraUpdate | None = None,
+    u: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``x`` [M, K] -> ``(x W^T) * multiplier + (x a^T) b^T + bias`` [M, N], in fp32, rounded once to `out_dtype` (None:
-    as x); ``x a^T`` is rounded to the dtype of x."""
+    """``x`` [M, K] -> ``(x W^T) * multiplier + u b^T + bias`` [M, N], in fp32, rounded once to `out_dtype` (None: as x);
+    `u` [M, R] is that of `lora_shrink`."""
     y = x.float() @ dequantize(weight, torch.float32).t()
     multiplier = row_multiplier(weight)
     if multiplier is not None:
         y = y * multiplier
-    if lora is not None:
-        y = y + lora_update(weight, lora, lora_shrink(x, lora.a))
+    if lora is not None and u is not None:
+        y = y + lora_update(weight, lora, u)
     if bias is not None:
         y = y + bias.float()
     return y.to(out_dtype or x.dtype)

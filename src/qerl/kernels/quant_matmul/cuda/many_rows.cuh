@@ -64,7 +64,7 @@ __device__ __forceinline__ float* part_of(const Params& p, int block, bool begin
     return p.partial + ((long long)(block * 2 + begins) * WARPS + warp) * (TOKENS * 16) + lane * 4;
 }
 
-// Leave a warp's part of a shared tile in the workspace, for whoever announces it next.
+// Leave a warp's part of a shared tile in the workspace; the caller counts it as arrived.
 template <int TOKENS, int WARPS>
 __device__ __forceinline__ void leave_part(const Params& p, bool begins, int warp, int lane,
                                            const float (&c)[TOKENS / 8][4]) {

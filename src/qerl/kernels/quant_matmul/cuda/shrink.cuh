@@ -30,63 +30,6 @@ __device__ __forceinline__ int rank_tiles(const Params& p) {
     return (p.lora.width + 15) / 16;
 }
 
-template <int WORKERS, int BLOCKS>
-constexpr int shrink_bytes = WORKERS * BLOCKS * 512;
-
-// Few rows: the slices of u that fall to this block, by WORKERS warps, BLOCKS times eight tokens and UNROLL steps at a
-// time. sums: float4 [WORKERS][BLOCKS][32] in shared memory.
-template <int WORKERS, int BLOCKS, int UNROLL, int BARRIER>
-__device__ __forceinline__ void make_slices(const Params& p, float4* sums, int worker, int lane) {
-    const Lora& l = p.lora;
-    const int g = lane >> 2, t = lane & 3, tiles = rank_tiles(p), chunks = p.k / 32;
-    const int token_blocks = (p.m + 7) / 8, places = tiles * token_blocks;
-    for (int item = blockIdx.x; item < tiles * l.slices; item += gridDim.x) {
-        const int tile = item % tiles, slice = item / tiles;
-        const int begin = chunks * slice / l.slices, end = chunks * (slice + 1) / l.slices;
-        // Offsets of 32 bits, because registers are few: up to 256 rows of x are made here.
-        const int upper = min(tile * 16 + g, l.width - 1) * p.k + 8 * t;
-        const int lower = min(tile * 16 + g + 8, l.width - 1) * p.k + 8 * t;
-        float4* const partial = (float4*)l.partial + (long long)tile * token_blocks * 32 + lane;
-#pragma unroll 1
-        for (int first = 0; first < token_blocks; first += BLOCKS) {
-            int x[BLOCKS];
-#pragma unroll
-            for (int b = 0; b < BLOCKS; b++) x[b] = min((first + b) * 8 + g, p.m - 1) * p.k + 8 * t;
-            float c[BLOCKS][4] = {};
-#pragma unroll UNROLL
-            for (int chunk = begin + worker; chunk < end; chunk += WORKERS) {
-                const uint4 high = *(const uint4*)(l.a + upper + chunk * 32);
-                const uint4 low = *(const uint4*)(l.a + lower + chunk * 32);
-                const uint32_t even[4] = {high.x, low.x, high.y, low.y}, odd[4] = {high.z, low.z, high.w, low.w};
-#pragma unroll
-                for (int b = 0; b < BLOCKS; b++) {
-                    const uint4 v = *(const uint4*)(p.x + x[b] + chunk * 32);
-                    mma(c[b], even, v.x, v.y);
-                    mma(c[b], odd, v.z, v.w);
-                }
-            }
-#pragma unroll
-            for (int b = 0; b < BLOCKS; b++)
-                sums[(worker * BLOCKS + b) * 32 + lane] = make_float4(c[b][0], c[b][1], c[b][2], c[b][3]);
-            sync_warps<BARRIER, WORKERS * 32>();
-#pragma unroll 1
-            for (int b = worker; b < BLOCKS && first + b < token_blocks; b += WORKERS) {
-                float4 v = sums[b * 32 + lane];
-#pragma unroll
-                for (int w = 1; w < WORKERS; w++) {
-                    const float4 f = sums[(w * BLOCKS + b) * 32 + lane];
-                    v.x += f.x, v.y += f.y, v.z += f.z, v.w += f.w;
-                }
-                __stcg(partial + ((long long)slice * places + first + b) * 32, v);
-            }
-            sync_warps<BARRIER, WORKERS * 32>();
-        }
-        __threadfence();
-        sync_warps<BARRIER, WORKERS * 32>();
-        if (worker == 0 && lane == 0) atomicAdd(l.counters + 2 + tile, 1);
-    }
-}
-
 __device__ __forceinline__ void poll(const int* counter, int wanted) {
     int found;
     do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(counter) : "memory");
