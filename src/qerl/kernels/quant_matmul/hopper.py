@@ -218,6 +218,7 @@ def dequantize_into(weight: GroupWeight, out: torch.Tensor) -> None:
 
 
 def product_params(x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, y: torch.Tensor) -> _Params:
+    """Arguments of a product without LoRA and without its slices, which its plan sets."""
     params = _Params()
     params.tiles, params.x, params.y = weight.codes.data_ptr(), x.data_ptr(), y.data_ptr()
     params.m, params.n, params.k = x.shape[0], weight.out_features, weight.in_features
@@ -266,6 +267,7 @@ def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 @cache
 def kernel_launch(source: str, name: str, threads: int, grid: tuple[int, int, int], shared: int, device: int) -> Launch:
+    """A kernel of `source` (the name of a file in ``cuda/``), ready to be launched on a CUDA device."""
     kernel = load_kernel(_SOURCES / f"{source}.cu", name, threads, shared > 0, device)
     return Launch(
         kernel, grid, shared, overlap=source != "dequantize" and dependent_launch(torch.device("cuda", device))

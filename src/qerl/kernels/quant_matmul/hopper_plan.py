@@ -16,7 +16,7 @@ SHARED_BYTES = 227 * 1024
 X_CHUNKS = 8
 # Up to so many rows of x: mma.sync, with all of x in shared memory. Above: wgmma, with x streamed.
 FEW_ROWS = 8
-# Rows of one launch. Without LoRA, dequantizing once and cuBLAS beat decoding the weights again for every 256 rows above.
+# Rows of one launch. Above, without LoRA, dequantizing once and cuBLAS beat decoding the weights again every 256 rows.
 MANY_ROWS = 2048
 # Counters of the workspace that sums of parts may use, and those of LoRA's u = x A^T inside a product.
 COUNTERS = (1 << 18) - (1 << 11)

@@ -34,8 +34,8 @@ def quant_matmul(
     u: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``x`` [M, K] -> ``(x W^T) * multiplier + u b^T + bias`` [M, N], in fp32, rounded once to `out_dtype` (None: as x);
-    `u` [M, R] is that of `lora_shrink`."""
+    """``x`` [M, K] -> ``(x W^T) * multiplier + u b^T + bias`` [M, N], in fp32, rounded once to `out_dtype` (None: as
+    x); `u` [M, R] is that of `lora_shrink`."""
     y = x.float() @ dequantize(weight, torch.float32).t()
     multiplier = row_multiplier(weight)
     if multiplier is not None:
