@@ -55,7 +55,7 @@ def test_a_right_engine_is_accepted_at_every_depth(kv_dtype: str) -> None:
 @pytest.mark.parametrize("layers", [4, 64])
 def test_a_wrong_engine_is_refused_at_every_depth(layers: int, kv_dtype: str) -> None:
     wrong = sampled(subject_of(layers, seed=1, kv_dtype=kv_dtype))
-    with pytest.raises(CheckFailedError, match="off an fp32 forward by [1-9]"):
+    with pytest.raises(CheckFailedError, match=r"off an fp32 forward by [1-9]"):
         check_agreement(subject_of(layers, kv_dtype=kv_dtype), *wrong)
 
 

@@ -14,8 +14,8 @@ from qerl.benchmarking.first_token import CompileCaches, triton_cache_dir
 from qerl.benchmarking.subject import build_subject
 from qerl.benchmarking.timing import CheckFailedError
 from qerl.cli.main import app
-from qerl.rollout.config import EngineStats
 from qerl.evaluation.prompts import PromptRenderer
+from qerl.rollout.config import EngineStats
 from qerl.rollout.core import SamplingParams
 from qerl.rollout.engine import RolloutEngine
 from qerl.rollout.session import EngineSession
