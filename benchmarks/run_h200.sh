@@ -16,11 +16,11 @@ kernels() { qerl bench kernels --force --out "$RESULTS/kernels-h200.json" "${COM
 lora() { qerl bench kernels --parts linears --lora-rank 32 --append --out "$RESULTS/kernels-h200.json" "${COMMON[@]}"; }
 rollout-7b() { rollout 7B --weights nvfp4,bf16 --lora-rank 32,0 --prefill 256x256; }
 rollout-32b() { rollout 32B --weights nvfp4 --lora-rank 32,0 --batch 1,8,64; }
-first-token() { # nothing compiled before
-  local caches
+first-token() ( # nothing compiled before; a subshell, so that its trap removes the caches however it ends
   caches=$(mktemp -d)
+  trap 'rm -rf "$caches"' EXIT
   XDG_CACHE_HOME=$caches TRITON_CACHE_DIR=$caches/triton rollout 7B --weights nvfp4 --lora-rank 32 --batch 1
-}
+)
 long-tailed() { rollout 7B --weights nvfp4 --lora-rank 32 --lengths lognormal --batch 32; }
 
 for part in "${@:-first-token kernels lora rollout-7b rollout-32b long-tailed}"; do

@@ -1,10 +1,12 @@
 """``qerl bench`` on a CPU: rows, files, and what it refuses."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from qerl.benchmarking import rollout as rollout_bench
@@ -12,8 +14,11 @@ from qerl.benchmarking.first_token import CompileCaches, triton_cache_dir
 from qerl.benchmarking.subject import build_subject
 from qerl.benchmarking.timing import CheckFailedError
 from qerl.cli.main import app
+from qerl.evaluation.prompts import PromptRenderer
 from qerl.rollout.config import EngineStats
 from qerl.rollout.core import SamplingParams
+from qerl.rollout.engine import RolloutEngine
+from qerl.rollout.session import EngineSession
 
 runner = CliRunner()
 ROLLOUT_KEYS = {
@@ -47,7 +52,7 @@ def test_rollout_rows(tiny_config: Path, tmp_path: Path) -> None:
         assert row["parity"] < 1e-3 and row["graph_captures"] == 0
         assert row["slowest_step_ms"] >= 0.99 * row["ms_per_step"]
     for model in written["models"]:
-        assert 0 < model["first_token_s"] < 10 and model["first_token_prompt"] == 9
+        assert model["first_token_s"] > 0 and model["first_token_prompt"] == 9
         assert model["compile_caches"] == "none", "nothing is compiled for a CPU"
     assert "(compile caches: none)" in result.output
     assert len(written["rows"]) - len(ours) == 2
@@ -79,6 +84,7 @@ def test_drafts_are_measured_on_prompts_beside_decoding_without(
     assert [(row["temperature"], row["group"], row["epoch"], row["samples"]) for row in rows] == [
         (1.0, 2, 1, 6), (1.0, 2, 2, 6), (0.0, 1, 1, 3), (0.0, 1, 2, 3)
     ]  # fmt: skip
+    assert [row["batch"] for row in rows] == [4, 4, 3, 3], "three greedy samples are all there are"
     for row in rows:
         assert row["speculative_tokens"] == 3 and row["parity"] < 1e-4
         assert row["equal_samples"] == row["samples"]
@@ -90,9 +96,32 @@ def test_drafts_are_measured_on_prompts_beside_decoding_without(
     assert rows[3]["acceptance"] > 0.8 and rows[3]["decode_steps"] < rows[3]["plain_decode_steps"]
 
 
-def test_drafts_need_prompts_and_a_model(tiny_config: Path, tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_drafts_on_a_model_of_few_positions(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """The first token was asked for behind --prompt (256) random tokens; and equal batches were measured twice."""
+    folder, out, prompts = tmp_path / "model", tmp_path / "r.json", tmp_path / "prompts.txt"
+    shutil.copytree(tiny_checkpoints["llama"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 128}))
+    prompts.write_text("one two three\nfour\n")
+    arguments = [str(folder), "--weights", "auto", "--batch", "4,8,16", "--group", "4", "--new", "8", "--device", "cpu"]
+    arguments += ["--speculative-tokens", "2", "--prompts", str(prompts), "--out", str(out), "--seed", "3"]
+    result = runner.invoke(app, ["bench", "rollout", *arguments])
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    renderer = PromptRenderer(AutoTokenizer.from_pretrained(folder))
+    chat = [{"role": "user", "content": "one two three"}]
+    assert written["models"][0]["first_token_prompt"] == len(renderer.render(chat).token_ids)
+    assert [(row["batch"], row["temperature"], row["samples"]) for row in written["speculative"]] == [
+        (4, 1.0, 8), (2, 0.0, 2), (8, 1.0, 8)
+    ]  # fmt: skip
+
+
+def test_drafts_need_prompts_and_a_model(
+    tiny_config: Path, tiny_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one\n")
+    monkeypatch.setattr("qerl.benchmarking.run_rollout.measure_ceilings", None)  # nothing is measured before
     drafts, text = ["--speculative-tokens", "3"], ["--prompts", str(prompts)]
     folder = str(tiny_checkpoints["llama"])
     for arguments, message in (
@@ -101,9 +130,20 @@ def test_drafts_need_prompts_and_a_model(tiny_config: Path, tiny_checkpoints: di
         (["--config-json", str(tiny_config), *drafts, *text], "needs a model folder"),
         ([folder, "--weights", "auto", *drafts, *text, "--batch", "3", "--group", "2"], "no multiple of --group 2"),
         ([folder, *drafts, *text, "--temperature", "hot"], "must be numbers"),
+        (
+            [folder, "--weights", "auto", *drafts, *text, "--temperature", "1,-1"],
+            "--temperature: temperature must be 0",
+        ),
+        (
+            [folder, "--weights", "auto", *drafts, *text, "--temperature", "nan"],
+            "finite number of at least 0.001, got nan",
+        ),
+        ([folder, "--weights", "int8", *drafts, *text], "weights='int8' is unknown"),
+        ([folder, *drafts, *text, "--lengths", "lognormal"], "does not go with --speculative-tokens"),
+        ([folder, *drafts, *text, "--peer", "transformers", "--prompt", "8"], "--prompt, --peer would be ignored"),
     ):
         result = runner.invoke(app, ["bench", "rollout", *arguments, "--device", "cpu"])
-        assert result.exit_code != 0
+        assert result.exit_code == 2, result.output
         assert message in " ".join(result.output.split())
 
 
@@ -135,6 +175,30 @@ def test_a_packed_head_is_named_and_counted_once(tiny_config: Path, tmp_path: Pa
     assert plain.step_flops(2, 10) == packed.step_flops(2, 10)
 
 
+def test_the_seed_is_that_of_weights_and_samples(tiny_config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples had seed 0, or their index, whatever --seed."""
+    asked = []
+    generate, add = RolloutEngine.generate, EngineSession.add
+
+    def noted_generate(self, prompts, sampling, **kwargs):  # type: ignore[no-untyped-def]
+        asked.append(sampling.seed)
+        return generate(self, prompts, sampling, **kwargs)
+
+    def noted_add(self, prompt, sampling, **kwargs):  # type: ignore[no-untyped-def]
+        asked.append(sampling.seed >> 20)
+        return add(self, prompt, sampling, **kwargs)
+
+    monkeypatch.setattr(RolloutEngine, "generate", noted_generate)
+    monkeypatch.setattr(EngineSession, "add", noted_add)
+    common = ["bench", "rollout", "--config-json", str(tiny_config), "--batch", "2", "--prompt", "8", "--seed", "5"]
+    long_tailed = ["--lengths", "lognormal", "--mean-new", "6", "--max-new", "9", "--samples", "4"]
+    for arguments in (["--new", "8", "--prefill", "2x8"], long_tailed):
+        asked.clear()
+        result = runner.invoke(app, [*common, *arguments, "--device", "cpu"])
+        assert result.exit_code == 0, result.output
+        assert set(asked) == {5} and len(asked) > 5
+
+
 def test_long_tailed_lengths(tiny_config: Path, tmp_path: Path) -> None:
     out = tmp_path / "long.json"
     arguments = ["--config-json", str(tiny_config), "--lengths", "lognormal", "--mean-new", "12", "--max-new", "60"]
@@ -160,12 +224,12 @@ def test_a_static_batch_takes_the_time_of_the_longest_one_up_to_its_end(
     asked: list[tuple[int, int]] = []
     timed = rollout_bench._timed
 
-    def noted(engine, prompts, new, clock=None):  # type: ignore[no-untyped-def]
+    def noted(engine, prompts, new, clock=None, *, seed):  # type: ignore[no-untyped-def]
         asked.append((len(prompts), new))
-        return timed(engine, prompts, new, clock)
+        return timed(engine, prompts, new, clock, seed=seed)
 
     monkeypatch.setattr(rollout_bench, "_timed", noted)
-    seconds, runs = rollout_bench._static_seconds(engine, prompts, [9, 2, 4, 1, 3, 7, 3], 2)
+    seconds, runs = rollout_bench._static_seconds(engine, prompts, [9, 2, 4, 1, 3, 7, 3], 2, 0)
     assert asked == [(2, 9), (1, 3)] and runs == 2
     # The clock is read once before the run starts to be timed, too.
     assert seconds == (9 + 1) + (4 + 1) + (7 + 1) + (3 + 1)
@@ -223,7 +287,7 @@ def test_a_session_gives_every_request_its_length(tiny_config: Path) -> None:
     subject = build_subject(tiny_config, weights="nvfp4", lora_rank=0, device="cpu")
     engine = rollout_bench.make_engine(subject, 2, 32)
     prompts = rollout_bench.random_prompts(5, 6, subject.geometry.vocab)
-    assert rollout_bench.run_continuous(engine, prompts, [3, 11, 1, 7, 2]) == 24
+    assert rollout_bench.run_continuous(engine, prompts, [3, 11, 1, 7, 2], 0) == 24
     # Two places: a static schedule of pairs would take 11 + 7 + 2 steps behind the prefills.
     assert engine.stats.steps < 20
 
@@ -247,11 +311,12 @@ def test_a_wrong_engine_is_not_timed(tiny_config: Path) -> None:
     engine = rollout_bench.make_engine(subject, 1, 16)
     prompts = rollout_bench.random_prompts(1, 8, subject.geometry.vocab)
     outputs = engine.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))
-    assert rollout_bench.check_outputs(subject, prompts, outputs, 8) < 1e-4
+    row = rollout_bench.check_outputs(subject, prompts, outputs, 8)
+    assert row.keys() == {"parity", "engine_fp32", "transformers_fp32"} and max(row.values()) < 1e-4
     with pytest.raises(CheckFailedError, match="8 of 9 tokens"):
         rollout_bench.check_outputs(subject, prompts, outputs, 9)
     outputs[0][0].logprobs = [value - 0.01 for value in outputs[0][0].logprobs]
-    with pytest.raises(CheckFailedError, match=r"differ by 0\.0100"):
+    with pytest.raises(CheckFailedError, match=r"off an fp32 forward by 0\.0100 .* over the limit of 0\.0010"):
         rollout_bench.check_outputs(subject, prompts, outputs, 8)
 
 
@@ -284,6 +349,13 @@ def test_kernel_rows(tiny_config: Path, tmp_path: Path) -> None:
         (["rollout", "--config-json", "CONFIG", "--prefill", "256"], "256x256"),
         (["rollout", "--config-json", "CONFIG", "--lengths", "zipf"], "lognormal"),
         (["rollout", "--config-json", "CONFIG", "--peer", "sglang"], "transformers or vllm"),
+        (["rollout", "--config-json", "CONFIG", "--group", "8", "--epochs", "1"], "--group, --epochs would be ignored"),
+        (["rollout", "--config-json", "CONFIG", "--temperature", "1"], "--temperature would be ignored without"),
+        (["rollout", "--config-json", "CONFIG", "--max-new", "9"], "--max-new would be ignored without --lengths"),
+        (["rollout", "--config-json", "CONFIG", "--lengths", "lognormal", "--new", "9"], "--new would be ignored with"),
+        (["rollout", "--config-json", "CONFIG", "--lengths", "lognormal", "--peer", "vllm"], "--peer would be ignored"),
+        (["parity", "MODEL", "--adapter", "MODEL", "--lora-rank", "32"], "--lora-rank would be ignored with --adapter"),
+        (["parity", "MODEL", "--adapter", "MODEL", "--adapter-scale", "1"], "--adapter-scale would be ignored"),
         (["kernels", "--model", "7B", "--device", "cpu"], "a GPU"),
         (["kernels", "--model", "9B"], "9B"),
         (["kernels", "--format", "bf16"], "use nvfp4"),
@@ -292,9 +364,12 @@ def test_kernel_rows(tiny_config: Path, tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_is_refused(arguments: list[str], message: str, tiny_config: Path) -> None:
-    arguments = [str(tiny_config) if part == "CONFIG" else part for part in arguments]
-    result = runner.invoke(app, ["bench", *arguments])
+def test_what_is_refused(
+    arguments: list[str], message: str, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qerl.benchmarking.run_rollout.measure_ceilings", None)  # nothing is measured before
+    places = {"CONFIG": str(tiny_config), "MODEL": str(tiny_config.parent)}
+    result = runner.invoke(app, ["bench", *(places.get(part, part) for part in arguments)])
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.split())
 

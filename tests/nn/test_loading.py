@@ -186,6 +186,7 @@ def test_every_eos_id_counts() -> None:
     [
         ("gpu", "device 'gpu' is unknown: use auto, cpu, cuda"),
         ("mps", "device 'mps' is not supported"),
+        ("cpu:1", "device 'cpu:1' is not supported: there is one CPU device; use cpu$"),
         ("cuda:99", r"'cuda:99' was asked for, but torch .* finds \d+ GPUs"),
     ],
 )

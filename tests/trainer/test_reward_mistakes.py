@@ -237,6 +237,31 @@ def test_every_reward_is_tried_async_ones_on_the_loop_of_later_calls(trainer: An
         trainer(reward_funcs=[short]).train()
 
 
+def test_every_sample_of_a_trial_has_objects_of_its_own(trainer: Any) -> None:
+    """As in training: a reward that changes what it is given would otherwise fail in the trial only."""
+    seen = []
+
+    def pops(prompts, completions, completion_ids, steps, **kwargs):  # type: ignore[no-untyped-def]
+        seen.extend(zip((c.pop()["content"] for c in completions), (p.pop() for p in prompts), strict=True))
+        return [float(ids.pop() + s.pop()) for ids, s in zip(completion_ids, steps, strict=True)]
+
+    rows = [{"prompt": [{"role": "user", "content": f"say {i}"}], "steps": [i, i + 1]} for i in range(12)]
+    trainer(reward_funcs=pops, dataset=Dataset.from_list(rows)).try_rewards()
+    assert [text for text, _ in seen] == [TRIAL_COMPLETION] * 4
+
+
+def test_a_trial_that_streaming_data_leaves_out_is_logged(trainer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    reward = Noted()
+    made = trainer(reward_funcs=reward)
+    made.train_dataset = made.train_dataset.to_iterable_dataset()
+    with caplog.at_level("WARNING", "qerl"):
+        for _ in range(2):
+            made.try_rewards()
+    assert not reward.calls
+    (line,) = [record.getMessage() for record in caplog.records if "streaming" in record.getMessage()]
+    assert "the reward functions (Noted) are not tried" in line
+
+
 def test_plain_text_prompts_are_tried_with_texts(trainer: Any) -> None:
     reward = Noted()
     trainer(reward_funcs=reward, dataset=Dataset.from_list([{"prompt": f"say {i}"} for i in range(12)])).try_rewards()

@@ -61,7 +61,7 @@ def measure_first_token(subject: Subject, caches: CompileCaches, prompt: list[in
     started = time.perf_counter()
     length = len(prompt) + 1
     engine = subject.engine(1, length, blocks_for_tokens(length, 16) + 1)
-    ((sample,),) = engine.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
+    ((sample,),) = engine.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True, seed=subject.seed))
     seconds = time.perf_counter() - started
     if len(sample.token_ids) != 1:
         raise CheckFailedError(f"the first call returned {len(sample.token_ids)} tokens, 1 was asked")

@@ -29,8 +29,8 @@ PEERS = ("transformers", "vllm")
 Generate = Callable[[list[list[int]], int], int]
 
 
-def require_peer(peer: str) -> None:
-    """Refuse a peer that is unknown or not installed, before anything is measured.
+def require_peer(peer: str, device: torch.device) -> None:
+    """Refuse a peer that is unknown, not installed or not for this device, before anything is measured.
 
     Raises:
         UnsupportedBenchError: naming it.
@@ -39,19 +39,16 @@ def require_peer(peer: str) -> None:
         raise UnsupportedBenchError(f"--peer {peer!r} is unknown; use {' or '.join(PEERS)}")
     if importlib.util.find_spec(peer) is None:
         raise UnsupportedBenchError(f"--peer {peer} needs the package {peer}, which is not installed here")
+    if peer == "vllm" and device.type != "cuda":
+        raise UnsupportedBenchError("--peer vllm is measured on a GPU only")
 
 
 def measure_peer(peer: str, plan: "RolloutPlan", device: torch.device, on_row: Callable[[Row], None]) -> None:
     """16-bit weights without LoRA on the peer, one row for each batch size of ``plan``.
 
     Raises:
-        UnsupportedBenchError: vLLM without a GPU, or a peer in long-tailed mode.
         ValueError: a peer returned another number of tokens.
     """
-    if plan.lognormal is not None:
-        raise UnsupportedBenchError(f"--peer {peer} is measured at fixed lengths; use --lengths fixed")
-    if peer == "vllm" and device.type != "cuda":
-        raise UnsupportedBenchError("--peer vllm is measured on a GPU only")
     config = read_config(plan.source / "config.json" if plan.source.is_dir() else plan.source)
     labels = {
         "engine": f"{peer} {version(peer)}",
@@ -61,6 +58,7 @@ def measure_peer(peer: str, plan: "RolloutPlan", device: torch.device, on_row: C
         "kv_dtype": "auto",
         "head_dtype": "auto",
     }
+    torch.manual_seed(plan.seed)  # what transformers draws from
     with tempfile.TemporaryDirectory() as folder:
         generate = _transformers(plan, config, device) if peer == "transformers" else _vllm(plan, config, Path(folder))
         for batch in plan.batches:
@@ -127,7 +125,7 @@ def _vllm(plan: "RolloutPlan", config: dict, folder: Path) -> Generate:
     engine = LLM(
         model=str(path), load_format="auto" if plan.source.is_dir() else "dummy", skip_tokenizer_init=True,
         dtype="bfloat16", max_model_len=plan.prompt + plan.new, max_num_seqs=max(plan.batches),
-        enable_prefix_caching=False,
+        enable_prefix_caching=False, seed=plan.seed,
     )  # fmt: skip
 
     def generate(prompts: list[list[int]], new: int) -> int:

@@ -18,6 +18,7 @@ from time import perf_counter
 
 import torch
 
+from qerl.benchmarking.agreement import check_agreement
 from qerl.benchmarking.ceilings import Ceilings
 from qerl.benchmarking.results import Row
 from qerl.benchmarking.subject import Subject
@@ -27,9 +28,6 @@ from qerl.rollout.decode_step import bucket_sizes
 from qerl.rollout.engine import RolloutEngine
 from qerl.rollout.kv_cache import blocks_for_tokens
 
-# Mean |log-prob engine - transformers| of a right engine stays well below; a wrong one is off by the spread of the
-# logits, which is about 1.
-PARITY_LIMIT = {"bf16": 0.1, "fp32": 1e-3, "fp8": 0.1}
 # Decode steps of a warm-up with every sequence running.
 _WARM_UP_STEPS = 6
 # A batch size runs eagerly when it is first met and is captured the second time: after two warm-ups all are replayed,
@@ -68,17 +66,18 @@ def measure_fixed(
         prompts = random_prompts(batch, prompt, subject.geometry.vocab, seed=batch)
         # Prompts are prefilled step by step, and those that are through decode meanwhile.
         prefill_steps = -(-batch * prompt // engine.config.max_batch_tokens)
-        warm_up(engine, partial(_timed, engine, prompts, min(new, prefill_steps + _WARM_UP_STEPS)))
+        timed = partial(_timed, engine, prompts, seed=subject.seed)
+        warm_up(engine, partial(timed, min(new, prefill_steps + _WARM_UP_STEPS)))
         reset_peak(subject.device)
-        prefill_s = min(_timed(engine, prompts, 1)[0] for _ in range(2))
+        prefill_s = min(timed(1)[0] for _ in range(2))
         clock = StepClock(batch)
-        total_s, outputs = _timed(engine, prompts, new, clock)
+        total_s, outputs = timed(new, clock)
         stats = engine.stats
-        parity = check_outputs(subject, prompts, outputs, new)
+        agreement = check_outputs(subject, prompts, outputs, new)
         row = _fixed_row(subject, ceilings, batch, prompt, new, prefill_s, total_s)
         counts = {"steps": stats.steps, "graph_replays": stats.graph_replays, "preemptions": stats.preemptions}
         slowest = {"graph_captures": stats.graph_captures, "slowest_step_ms": round(clock.slowest_ms, 3)}
-        on_row(row | {"parity": round(parity, 6)} | counts | slowest)
+        on_row(row | agreement | counts | slowest)
     engine.reset()
     free_memory(subject.device)
 
@@ -112,8 +111,9 @@ def measure_prefill(subject: Subject, ceilings: Ceilings, sequences: int, length
     """Seconds from ``sequences`` prompts of ``length`` tokens to one sampled token each; best of two."""
     engine = make_engine(subject, sequences, length + 1)
     prompts = random_prompts(sequences, length, subject.geometry.vocab, seed=sequences)
-    warm_up(engine, partial(_timed, engine, prompts, 1))
-    seconds = min(_timed(engine, prompts, 1)[0] for _ in range(2))
+    timed = partial(_timed, engine, prompts, 1, seed=subject.seed)
+    warm_up(engine, timed)
+    seconds = min(timed()[0] for _ in range(2))
     # Attention is left out of the FLOPs: at these lengths it is a few per cent of them.
     floor_us = ceilings.floor_us(0, sequences * length * (subject.step_flops(1, 0) - 2.0 * subject.head_parameters))
     engine.reset()
@@ -142,20 +142,21 @@ def measure_long_tailed(subject: Subject, slots: int, prompt: int, lengths: Sequ
     engine = make_engine(subject, slots, prompt + max(lengths))
     prompts = random_prompts(len(lengths), prompt, subject.geometry.vocab, seed=len(lengths))
     short = [-(-length // _WARM_UP_SHARE) for length in lengths]
-    warm_up(engine, partial(run_continuous, engine, prompts, short))
+    warm_up(engine, partial(run_continuous, engine, prompts, short, subject.seed))
     # Sizes that the tail shrinks through, which short lengths may skip.
     for size in {min(size, len(prompts)) for size in bucket_sizes(slots)}:
-        warm_up(engine, partial(_timed, engine, prompts[:size], min(max(lengths), _WARM_UP_STEPS)))
+        steps = min(max(lengths), _WARM_UP_STEPS)
+        warm_up(engine, partial(_timed, engine, prompts[:size], steps, seed=subject.seed))
     reset_peak(subject.device)
     synchronize(subject.device)
     started = perf_counter()
-    drawn = run_continuous(engine, prompts, lengths)
+    drawn = run_continuous(engine, prompts, lengths, subject.seed)
     synchronize(subject.device)
     continuous_s = perf_counter() - started
     captures = engine.stats.graph_captures
     if drawn != sum(lengths):
         raise CheckFailedError(f"continuous batching returned {drawn} tokens, {sum(lengths)} were asked")
-    static_s, runs = _static_seconds(engine, prompts, lengths, slots)
+    static_s, runs = _static_seconds(engine, prompts, lengths, slots, subject.seed)
     engine.reset()
     free_memory(subject.device)
     return {
@@ -177,7 +178,7 @@ def measure_long_tailed(subject: Subject, slots: int, prompt: int, lengths: Sequ
 
 
 def _static_seconds(
-    engine: RolloutEngine, prompts: list[list[int]], lengths: Sequence[int], slots: int
+    engine: RolloutEngine, prompts: list[list[int]], lengths: Sequence[int], slots: int, seed: int
 ) -> tuple[float, int]:
     """(seconds of all static batches, how many of them ran); see :func:`measure_long_tailed`."""
     longest: dict[int, list[int]] = {}
@@ -187,17 +188,20 @@ def _static_seconds(
     seconds = 0.0
     for rows, steps in longest.items():
         clock = StepClock(rows)
-        _timed(engine, prompts[:rows], max(steps), clock)
+        _timed(engine, prompts[:rows], max(steps), clock, seed=seed)
         seconds += sum(clock.seconds_until(rows * count) for count in steps)
     return seconds, len(longest)
 
 
-def run_continuous(engine: RolloutEngine, prompts: Sequence[list[int]], lengths: Sequence[int]) -> int:
-    """Generate ``lengths[i]`` tokens of ``prompts[i]`` in one session; returns how many tokens came."""
+def run_continuous(engine: RolloutEngine, prompts: Sequence[list[int]], lengths: Sequence[int], seed: int) -> int:
+    """Generate ``lengths[i]`` tokens of ``prompts[i]`` in one session; returns how many tokens came.
+
+    ``seed`` is of all of them: each request draws from a stream of its own.
+    """
     drawn = 0
     with closing(engine.open_session()) as session:
         for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-            session.add(prompt, SamplingParams(max_tokens=length, seed=index, ignore_eos=True))
+            session.add(prompt, SamplingParams(max_tokens=length, seed=(seed << 20) + index, ignore_eos=True))
         while session.has_unfinished:
             drawn += len(session.step())
     return drawn
@@ -256,18 +260,19 @@ def warm_up(engine: RolloutEngine, run: Callable[[], object]) -> None:
 
 
 def _timed(
-    engine: RolloutEngine, prompts: list[list[int]], new: int, clock: StepClock | None = None
+    engine: RolloutEngine, prompts: list[list[int]], new: int, clock: StepClock | None = None, *, seed: int
 ) -> tuple[float, list[list[CompletionOutput]]]:
     device = engine.runner.device
     synchronize(device)
     started = perf_counter()
-    outputs = engine.generate(prompts, SamplingParams(max_tokens=new, temperature=1.0, ignore_eos=True), progress=clock)
+    sampling = SamplingParams(max_tokens=new, temperature=1.0, ignore_eos=True, seed=seed)
+    outputs = engine.generate(prompts, sampling, progress=clock)
     synchronize(device)
     return perf_counter() - started, outputs
 
 
-def check_outputs(subject: Subject, prompts: list[list[int]], outputs: list[list[CompletionOutput]], new: int) -> float:
-    """Every sample is whole and finite, and the first one is scored alike by transformers; returns that difference.
+def check_outputs(subject: Subject, prompts: list[list[int]], outputs: list[list[CompletionOutput]], new: int) -> Row:
+    """Every sample is whole and finite, and the first one is scored rightly; returns its differences.
 
     Raises:
         CheckFailedError: with the numbers.
@@ -275,13 +280,7 @@ def check_outputs(subject: Subject, prompts: list[list[int]], outputs: list[list
     for index, (sample,) in enumerate(outputs):
         if len(sample.token_ids) != new or not all(map(math.isfinite, sample.logprobs)):
             raise CheckFailedError(f"sample {index} has {len(sample.token_ids)} of {new} tokens, or infinite log-probs")
-    parity = subject.parity(prompts[0], outputs[0][0])
-    limit = PARITY_LIMIT[subject.kv_name]
-    if not parity <= limit:
-        raise CheckFailedError(
-            f"engine and transformers differ by {parity:.4f} a token on average, over the limit of {limit}"
-        )
-    return parity
+    return check_agreement(subject, prompts[0], outputs[0][0])
 
 
 def labels(subject: Subject) -> Row:

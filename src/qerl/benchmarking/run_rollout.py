@@ -4,6 +4,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from qerl.benchmarking.ceilings import Ceilings, measure_ceilings
 from qerl.benchmarking.first_token import CompileCaches, measure_first_token
 from qerl.benchmarking.geometry import check_fits_cpu, geometry_of_values, read_config
@@ -11,9 +13,10 @@ from qerl.benchmarking.lengths import lognormal_lengths
 from qerl.benchmarking.peers import measure_peer, require_peer
 from qerl.benchmarking.results import Add, Print, ResultFile, Row, device_name, recorder, use_dependent_launch
 from qerl.benchmarking.rollout import free_memory, measure_fixed, measure_long_tailed, measure_prefill, random_prompts
-from qerl.benchmarking.speculative import SpeculativePlan, measure_speculative
+from qerl.benchmarking.speculative import SpeculativePlan, check_plan, measure_speculative, prompt_ids
 from qerl.benchmarking.subject import UnsupportedBenchError, build_subject, engine_kv_dtype, model_head
-from qerl.nn.loading import resolve_device, resolve_dtype
+from qerl.formats.checkpoint import CheckpointReader
+from qerl.nn.loading import WEIGHT_FORMATS, resolve_device, resolve_dtype, resolve_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +62,9 @@ def run_rollout(plan: RolloutPlan, say: Print) -> ResultFile:
     """
     device = resolve_device(plan.device)
     kv_dtype, head = engine_kv_dtype(plan.kv_dtype, plan.device), model_head(plan.head_dtype, plan.device)
-    if plan.peer is not None:
-        require_peer(plan.peer)
+    _check(plan, device)
     config_path = plan.source / "config.json" if plan.source.is_dir() else plan.source
     geometry = geometry_of_values(read_config(config_path), plan.name or config_path.stem)
-    if not plan.source.is_dir() and "auto" in plan.weights:
-        raise UnsupportedBenchError("--weights auto needs a model folder; with --config-json name the format")
-    if plan.speculative is not None and not plan.source.is_dir():
-        raise UnsupportedBenchError("--speculative-tokens needs a model folder: random weights write nothing to guess")
     if device.type != "cuda":
         check_fits_cpu(geometry, plan.cpu_parameter_limit)
     caches = CompileCaches(device)
@@ -83,6 +81,29 @@ def run_rollout(plan: RolloutPlan, say: Print) -> ResultFile:
     if plan.peer is not None:
         measure_peer(plan.peer, plan, device, lambda row: add("rows", row))
     return results
+
+
+def _check(plan: RolloutPlan, device: torch.device) -> None:
+    """What can be known to fail before the ceilings are measured and a model is loaded."""
+    folder = plan.source.is_dir()
+    for weights in plan.weights:
+        if folder:
+            resolve_weights(weights, CheckpointReader(plan.source))
+        elif weights == "auto":
+            raise UnsupportedBenchError("--weights auto needs a model folder; with --config-json name the format")
+        elif weights not in WEIGHT_FORMATS:
+            raise UnsupportedBenchError(f"--weights {weights!r} is unknown; choose from {', '.join(WEIGHT_FORMATS)}")
+    if plan.peer is not None:
+        require_peer(plan.peer, device)
+        if plan.lognormal is not None or plan.speculative is not None:
+            raise UnsupportedBenchError(f"--peer {plan.peer} is measured at fixed lengths, on random prompts only")
+    if plan.speculative is None:
+        return
+    if not folder:
+        raise UnsupportedBenchError("--speculative-tokens needs a model folder: random weights write nothing to guess")
+    if plan.lognormal is not None:
+        raise UnsupportedBenchError("--lengths lognormal has no drafts: they are measured until the model's EOS")
+    check_plan(plan.speculative, plan.batches)
 
 
 def _measure(
@@ -107,7 +128,10 @@ def _measure(
         name=plan.name,
     )
     build_s = time.perf_counter() - started
-    (prompt,) = random_prompts(1, plan.prompt, subject.geometry.vocab, seed=plan.seed)
+    if plan.speculative is None:
+        (prompt,) = random_prompts(1, plan.prompt, subject.geometry.vocab, seed=plan.seed)
+    else:  # --prompt says nothing of these, and may be more than the model takes
+        prompt = prompt_ids(plan.source, plan.speculative)[0]
     first_token = measure_first_token(subject, caches, prompt)
     resident = subject.step_bytes(0, 0)
     add(

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from qerl.benchmarking.agreement import check_agreement
 from qerl.benchmarking.results import Row
-from qerl.benchmarking.rollout import PARITY_LIMIT, free_memory, labels
+from qerl.benchmarking.rollout import free_memory, labels
 from qerl.benchmarking.subject import Subject, UnsupportedBenchError
-from qerl.benchmarking.timing import CheckFailedError, synchronize
+from qerl.benchmarking.timing import synchronize
 from qerl.evaluation.prompts import PromptRenderer
 from qerl.nn.loading import eos_token_ids
 from qerl.rollout.core import CompletionOutput, SamplingParams
@@ -44,6 +45,44 @@ class SpeculativePlan:
     epochs: int
 
 
+def check_plan(plan: SpeculativePlan, batches: Sequence[int]) -> None:
+    """Before a model is loaded.
+
+    Raises:
+        UnsupportedBenchError: a temperature that cannot be sampled at, or a batch that no whole number of groups fills.
+    """
+    for temperature in plan.temperatures:
+        try:
+            SamplingParams(temperature=temperature)
+        except ValueError as error:
+            raise UnsupportedBenchError(f"--temperature: {error}") from error
+        for batch in batches:
+            group = _group(plan, temperature, batch)
+            if batch % group:
+                raise UnsupportedBenchError(f"--batch {batch} is no multiple of --group {group}")
+
+
+def prompt_ids(folder: Path, plan: SpeculativePlan) -> list[list[int]]:
+    """Token ids of the prompts for the model in ``folder``."""
+    renderer = PromptRenderer(AutoTokenizer.from_pretrained(folder))
+    return [renderer.render(chat).token_ids for chat in plan.chats]
+
+
+def _group(plan: SpeculativePlan, temperature: float, batch: int) -> int:
+    return 1 if temperature == 0 else min(plan.group, batch)
+
+
+def _work(plan: SpeculativePlan, batches: Sequence[int]) -> list[tuple[int, float, int]]:
+    """(samples at once, temperature, group) of each measurement: no batch is larger than all samples together, and what
+    two batches so have in common is measured once."""
+    work = {}
+    for batch in batches:
+        for temperature in plan.temperatures:
+            group = _group(plan, temperature, batch)
+            work[min(batch, group * len(plan.chats)), temperature, group] = None
+    return list(work)
+
+
 @dataclass(slots=True)
 class _Pass:
     """One pass over the prompts: what came, how long it took, and the engine's counts."""
@@ -60,36 +99,33 @@ class _Pass:
 def measure_speculative(
     subject: Subject, folder: Path, plan: SpeculativePlan, batches: Sequence[int], new: int
 ) -> Iterator[Row]:
-    """A row for each batch size, temperature and epoch: at most ``new`` tokens a sample, ``batch`` samples at once.
+    """A row for each batch size, temperature and epoch: at most ``new`` tokens a sample, ``batch`` samples at once (all
+    there are, where the batch is larger).
 
     Raises:
-        UnsupportedBenchError: a batch that no whole number of groups fills.
-        CheckFailedError: the engine's log-probs with drafts are not those of transformers.
+        UnsupportedBenchError: see :func:`check_plan`.
+        CheckFailedError: the engine's log-probs with drafts are wrong.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    renderer = PromptRenderer(tokenizer)
-    prompts = [renderer.render(chat).token_ids for chat in plan.chats]
-    eos = eos_token_ids(subject.model, tokenizer.eos_token_id)
+    check_plan(plan, batches)
+    prompts = prompt_ids(folder, plan)
+    eos = eos_token_ids(subject.model, AutoTokenizer.from_pretrained(folder).eos_token_id)
     longest = max(map(len, prompts)) + new
-    for batch in batches:
-        for temperature in plan.temperatures:
-            group = 1 if temperature == 0 else min(plan.group, batch)
-            if batch % group:
-                raise UnsupportedBenchError(f"--batch {batch} is no multiple of --group {group}")
-            sampling = SamplingParams(n=group, max_tokens=new, temperature=temperature)
-            engines = [_engine(subject, batch, longest, eos, drafts) for drafts in (0, plan.tokens)]
-            for engine in engines:
-                _warm_up(engine, prompts, sampling, batch)
-            for epoch in range(plan.epochs):
-                plain, drafting = (_pass(engine, prompts, sampling, batch, epoch) for engine in engines)
-                # Greedy samples report log-probs at temperature 1, which is what transformers is asked for.
-                parity = _check(subject, prompts[0], drafting.outputs[0]) if temperature in (0, 1) else None
-                sizes = {"batch": batch, "group": group, "samples": len(plain.outputs), "new": new}
-                what = {"temperature": temperature, "epoch": epoch + 1, "speculative_tokens": plan.tokens}
-                yield {**labels(subject), **sizes, **what, **_figures(plain, drafting), "parity": parity}
-            for engine in engines:
-                engine.reset()
-            free_memory(subject.device)
+    for batch, temperature, group in _work(plan, batches):
+        sampling = SamplingParams(n=group, max_tokens=new, temperature=temperature, seed=subject.seed)
+        engines = [_engine(subject, batch, longest, eos, drafts) for drafts in (0, plan.tokens)]
+        for engine in engines:
+            _warm_up(engine, prompts, sampling, batch)
+        for epoch in range(plan.epochs):
+            plain, drafting = (_pass(engine, prompts, sampling, batch, epoch) for engine in engines)
+            # Greedy samples report log-probs at temperature 1, which is what transformers is asked for.
+            scored = temperature in (0, 1)
+            agreement = check_agreement(subject, prompts[0], drafting.outputs[0]) if scored else {"parity": None}
+            sizes = {"batch": batch, "group": group, "samples": len(plain.outputs), "new": new}
+            what = {"temperature": temperature, "epoch": epoch + 1, "speculative_tokens": plan.tokens}
+            yield {**labels(subject), **sizes, **what, **_figures(plain, drafting), **agreement}
+        for engine in engines:
+            engine.reset()
+        free_memory(subject.device)
 
 
 def _engine(subject: Subject, batch: int, longest: int, eos: Sequence[int], drafts: int) -> RolloutEngine:
@@ -153,12 +189,3 @@ def _figures(plain: _Pass, drafting: _Pass) -> Row:
         "over_plain": round(rates[1] / rates[0], 3),
         "equal_samples": equal,
     }
-
-
-def _check(subject: Subject, prompt: list[int], output: CompletionOutput) -> float:
-    parity, limit = round(subject.parity(prompt, output), 6), PARITY_LIMIT[subject.kv_name]
-    if not parity <= limit:
-        raise CheckFailedError(
-            f"with drafts engine and transformers differ by {parity:.4f} a token, over the limit of {limit}"
-        )
-    return parity

@@ -10,13 +10,10 @@ from transformers import AutoConfig
 
 from qerl.benchmarking.geometry import Geometry, geometry_of, read_config
 from qerl.nn.group import WeightGroup
-from qerl.nn.head import chunked_logprobs
 from qerl.nn.loading import load_model, resolve_device
 from qerl.nn.lora import lora_layers
-from qerl.nn.quant_head import head_weight
 from qerl.nn.random_weights import add_random_adapter, random_model
 from qerl.nn.surgery import quant_groups
-from qerl.rollout.core import CompletionOutput
 from qerl.rollout.engine import EngineConfig, RolloutEngine
 from qerl.rollout.runner import DecoderRunner
 
@@ -39,6 +36,7 @@ class Subject:
         runner: over it.
         geometry: its sizes.
         kv_dtype: ``auto`` (the compute dtype) or ``fp8``, as the engine knows them.
+        seed: of the weights, where they are random, and of what is sampled.
     """
 
     name: str
@@ -48,6 +46,7 @@ class Subject:
     runner: DecoderRunner
     geometry: Geometry
     kv_dtype: str = "auto"
+    seed: int = 0
 
     @property
     def device(self) -> torch.device:
@@ -116,19 +115,6 @@ class Subject:
         sizes = self.geometry
         return batch * (2.0 * parameters + 4.0 * context * sizes.heads * sizes.head_dim * sizes.layers)
 
-    @torch.no_grad()
-    def parity(self, prompt: list[int], output: CompletionOutput, tokens: int = 64) -> float:
-        """Mean |log-prob of the engine - log-prob of the transformers forward| over the first ``tokens`` tokens."""
-        drawn = output.token_ids[:tokens]
-        causal = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        ids = torch.tensor([prompt + drawn], device=self.device)
-        hidden = causal.base_model(ids, use_cache=False).last_hidden_state[0]
-        rows = hidden[len(prompt) - 1 : len(prompt) - 1 + len(drawn)]
-        labels = torch.tensor(drawn, device=self.device)
-        expected, _ = chunked_logprobs(rows, head_weight(causal), labels)
-        found = torch.tensor(output.logprobs[: len(drawn)], device=self.device)
-        return float((found - expected).abs().mean())
-
 
 def build_subject(
     source: Path,
@@ -159,7 +145,7 @@ def build_subject(
     weights = model.qerl_weights
     if lora_rank:
         model = add_random_adapter(model, lora_rank, seed)
-    return Subject(name or source.stem, weights, lora_rank, model, DecoderRunner(model), geometry, kv_dtype)
+    return Subject(name or source.stem, weights, lora_rank, model, DecoderRunner(model), geometry, kv_dtype, seed)
 
 
 def engine_kv_dtype(asked: str, device: str) -> str:

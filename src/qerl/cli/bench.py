@@ -11,6 +11,7 @@ from qerl.cli.options import Adapter, Device, Head, Weights
 
 if TYPE_CHECKING:
     from qerl.benchmarking.geometry import Geometry
+    from qerl.benchmarking.speculative import SpeculativePlan
 
 DEFAULT_ROWS = "1,2,8,16,32,64,128,256,512,1024,2048,4096,8192"
 FIXED_BATCHES, PLACES = "1,8,32,64,128,256", "32"
@@ -28,6 +29,21 @@ DependentLaunch = Annotated[
 ]
 Commit = Annotated[str | None, typer.Option(help="Commit of the code, where there is no git to ask.")]
 Seed = Annotated[int, typer.Option(help="Seed of random weights and of sampling.")]
+RolloutWeights = Annotated[
+    str, typer.Option(help="bf16, nvfp4, nf4, mxfp4 (or auto with a folder); several with commas.")
+]
+LoraRanks = Annotated[str, typer.Option(help="Rank of LoRA on every linear, 0 for none; several with commas.")]
+Batches = Annotated[
+    str | None,
+    typer.Option(help=f"Sequences at once; several with commas. [default: {FIXED_BATCHES}; lognormal: {PLACES}]"),
+]
+HeadDtype = Annotated[str, typer.Option(help="Output head: auto (as stored), the compute dtype, or nvfp4.")]
+Drafts = Annotated[
+    int, typer.Option(min=0, help="Measure decoding with so many drafts on the prompts of --prompts instead.")
+]
+Epochs = Annotated[
+    int, typer.Option(min=1, help="With drafts: passes over the prompts; later ones draft from earlier ones too.")
+]
 
 
 @app.callback()
@@ -38,38 +54,26 @@ def _group() -> None:
 @app.command()
 @user_errors()
 def rollout(
+    context: typer.Context,
     model: Annotated[Path | None, typer.Argument(help="Model folder; or use --config-json.")] = None,
     config_json: Annotated[Path | None, typer.Option(help="config.json of the geometry; weights are random.")] = None,
-    weights: Annotated[
-        str, typer.Option(help="bf16, nvfp4, nf4, mxfp4 (or auto with a folder); several with commas.")
-    ] = "nvfp4",
-    lora_rank: Annotated[
-        str, typer.Option(help="Rank of LoRA on every linear, 0 for none; several with commas.")
-    ] = "0",
+    weights: RolloutWeights = "nvfp4",
+    lora_rank: LoraRanks = "0",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 256,
-    new: Annotated[int, typer.Option(min=2, help="Tokens to generate (fixed lengths).")] = 1024,
-    batch: Annotated[
-        str | None,
-        typer.Option(help=f"Sequences at once; several with commas. [default: {FIXED_BATCHES}; lognormal: {PLACES}]"),
-    ] = None,
+    new: Annotated[int, typer.Option(min=2, help="Tokens to generate (fixed lengths; with drafts: at most).")] = 1024,
+    batch: Batches = None,
     lengths: Annotated[str, typer.Option(help="fixed, or lognormal: continuous against static batches.")] = "fixed",
     mean_new: Annotated[float, typer.Option(min=1, help="Mean length (lognormal).")] = 600,
     max_new: Annotated[int, typer.Option(min=1, help="Longest length (lognormal).")] = 4096,
     samples: Annotated[int, typer.Option(min=1, help="Completions (lognormal).")] = 128,
     prefill: Annotated[str | None, typer.Option(help="Also time prefill: SEQUENCESxTOKENS, such as 256x256.")] = None,
     kv_dtype: Annotated[str, typer.Option(help="Dtype of the KV cache: auto (compute dtype) or fp8.")] = "auto",
-    head_dtype: Annotated[
-        str, typer.Option(help="Output head: auto (as stored), the compute dtype, or nvfp4.")
-    ] = "auto",
-    speculative_tokens: Annotated[
-        int, typer.Option(min=0, help="Measure decoding with so many drafts on the prompts of --prompts instead.")
-    ] = 0,
+    head_dtype: HeadDtype = "auto",
+    speculative_tokens: Drafts = 0,
     prompts: Annotated[str | None, typer.Option(help="With drafts: prompts as in qerl generate --prompts.")] = None,
     group: Annotated[int, typer.Option(min=1, help="With drafts: samples of a prompt (1 where greedy).")] = 8,
     temperature: Annotated[str, typer.Option(help="With drafts: temperatures, with commas; 0 is greedy.")] = "1,0",
-    epochs: Annotated[
-        int, typer.Option(min=1, help="With drafts: passes over the prompts; later ones draft from earlier ones too.")
-    ] = 1,
+    epochs: Epochs = 1,
     peer: Annotated[str | None, typer.Option(help="Measure transformers or vllm on the same work too.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the model in the rows; default: of its file.")] = None,
     out: Out = None,
@@ -85,41 +89,77 @@ def rollout(
     With --speculative-tokens: real prompts on a real model, with drafts and without, until the model's EOS.
     """
     _check_out(out, append=append, force=force)
-    if (model is None) == (config_json is None):
-        raise ValueError("give a model folder or --config-json, one of them")
-    if lengths not in ("fixed", "lognormal"):
-        raise ValueError(f"--lengths {lengths!r} is unknown; use fixed or lognormal")
-    source = model or config_json
-    if (speculative_tokens > 0) != (prompts is not None):
-        raise ValueError("--speculative-tokens and --prompts go together: drafts are measured on real prompts")
-    if not source.exists():
-        raise FileNotFoundError(f"no such file or folder: {source}")
-    plan = {
+    source = _source(model, config_json)
+    _check_mode(context, lengths, drafts=speculative_tokens > 0, prompts=prompts is not None)
+    work = {
         "weights": [part.strip() for part in weights.split(",")],
         "ranks": numbers("--lora-rank", lora_rank, lowest=0),
         "batches": numbers("--batch", batch or (FIXED_BATCHES if lengths == "fixed" else PLACES)),
         "prefill": None if prefill is None else _sizes(prefill),
+        "lognormal": (mean_new, max_new, samples) if lengths == "lognormal" else None,
     }
+    temperatures = _temperatures(temperature)
 
     from qerl.benchmarking.run_rollout import RolloutPlan, run_rollout
-    from qerl.benchmarking.speculative import SpeculativePlan
     from qerl.cli.progress import quiet_libraries
-    from qerl.cli.prompts import read_prompts
 
     quiet_libraries()
-    if prompts is not None:
-        chats = [prompt.messages(None) for prompt in read_prompts(prompts)]
-        plan["speculative"] = SpeculativePlan(speculative_tokens, chats, group, _temperatures(temperature), epochs)
-    lognormal = (mean_new, max_new, samples) if lengths == "lognormal" else None
+    drafts = None if prompts is None else _drafts(speculative_tokens, prompts, group, temperatures, epochs)
     run_rollout(
         RolloutPlan(
-            source=source, name=name, prompt=prompt, new=new, lognormal=lognormal, kv_dtype=kv_dtype,
-            head_dtype=head_dtype, peer=peer, device=device, seed=seed, out=out, append=append,
-            dependent_launch=dependent_launch, commit=commit,
-            cpu_parameter_limit=CPU_PARAMETER_LIMIT, **plan,
+            source=source, name=name, prompt=prompt, new=new, kv_dtype=kv_dtype, head_dtype=head_dtype, peer=peer,
+            device=device, seed=seed, out=out, append=append, dependent_launch=dependent_launch, commit=commit,
+            cpu_parameter_limit=CPU_PARAMETER_LIMIT, speculative=drafts, **work,
         ),
         typer.echo,
     )  # fmt: skip
+
+
+def _source(model: Path | None, config_json: Path | None) -> Path:
+    """The one of the two that is given."""
+    if (model is None) == (config_json is None):
+        raise ValueError("give a model folder or --config-json, one of them")
+    source = model or config_json
+    if not source.exists():
+        raise FileNotFoundError(f"no such file or folder: {source}")
+    return source
+
+
+def _check_mode(context: typer.Context, lengths: str, *, drafts: bool, prompts: bool) -> None:
+    """Options that the kind of measurement asked for would ignore are refused."""
+    if lengths not in ("fixed", "lognormal"):
+        raise ValueError(f"--lengths {lengths!r} is unknown; use fixed or lognormal")
+    if drafts != prompts:
+        raise ValueError("--speculative-tokens and --prompts go together: drafts are measured on real prompts")
+    long_tailed = ("mean_new", "max_new", "samples")
+    if drafts:
+        if lengths == "lognormal":
+            raise ValueError(
+                "--lengths lognormal does not go with --speculative-tokens: samples end at the model's EOS"
+            )
+        _refuse(context, "with --speculative-tokens, which has its own --prompts", "prompt", "peer", *long_tailed)
+        return
+    _refuse(context, "without --speculative-tokens and --prompts", "group", "temperature", "epochs")
+    if lengths == "fixed":
+        _refuse(context, "without --lengths lognormal", *long_tailed)
+    else:
+        _refuse(context, "with --lengths lognormal", "new", "peer")
+
+
+def _refuse(context: typer.Context, where: str, *names: str) -> None:
+    """None of the options ``names`` may be given; ``where`` says what makes them meaningless."""
+    given = [name for name in names if context.get_parameter_source(name).name == "COMMANDLINE"]
+    if given:
+        options = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"{options} would be ignored {where}; leave it out")
+
+
+def _drafts(tokens: int, prompts: str, group: int, temperatures: list[float], epochs: int) -> "SpeculativePlan":
+    from qerl.benchmarking.speculative import SpeculativePlan
+    from qerl.cli.prompts import read_prompts
+
+    chats = [prompt.messages(None) for prompt in read_prompts(prompts)]
+    return SpeculativePlan(tokens, chats, group, temperatures, epochs)
 
 
 @app.command()
@@ -169,6 +209,7 @@ def kernels(
 @app.command()
 @user_errors()
 def parity(
+    context: typer.Context,
     model: Annotated[Path, typer.Argument(help="Model folder.")],
     adapter: Adapter = None,
     lora_rank: Annotated[int, typer.Option(min=0, help="Without --adapter: rank of a random one, 0 for none.")] = 32,
@@ -194,6 +235,8 @@ def parity(
 ) -> None:
     """Compare log-probs of sampled tokens: the engine's, the trainer's and those of an fp32 forward."""
     _check_out(out, append=append, force=force)
+    if adapter is not None:
+        _refuse(context, "with --adapter, which has its own", "lora_rank", "adapter_scale")
     if not (model / "config.json").is_file():
         raise FileNotFoundError(f"{model} holds no model (no config.json): give a local folder")
     chats = _chats(prompts, task, task_option or [])

@@ -27,8 +27,10 @@ from qerl.cli.options import (
 if TYPE_CHECKING:
     from qerl.cli.prompts import Prompt
     from qerl.evaluation.prompts import RenderedPrompt
+    from qerl.rollout.core import CompletionOutput
 
 # Prompts handed to the engine at once: results of a long file are on disk before the last prompt is done.
+# They do not depend on the batches: the number of a prompt keys its random stream.
 _BATCH = 512
 
 Prompts = Annotated[
@@ -71,14 +73,7 @@ def generate(
 
     JSON rows hold the fields of the prompt's row, its index, sample, completion, finish_reason and tokens.
     """
-    if n > 1 and temperature == 0:
-        from qerl.rollout.core import GreedySamplesError
-
-        raise GreedySamplesError(f"--n {n} at temperature 0 makes {n} equal completions; set --temperature above 0")
-    if raw and system is not None:
-        raise ValueError("--system needs the chat template; drop it or --raw")
-    if out is not None and out.exists() and not force:
-        raise FileExistsError(f"{out} exists; add --force to replace it, or choose another --out")
+    _check_options(n, temperature, out, force=force, raw_system=raw and system is not None)
     chosen = _prompts(prompt, prompts)
     _check(chosen, system, raw)
 
@@ -105,17 +100,25 @@ def generate(
     with _opened(out) as file:
         for first in range(0, len(chosen), _BATCH):
             part = range(first, min(first + _BATCH, len(chosen)))
-            # The number of a prompt keys its random stream: results do not depend on the batches.
             outputs = engine.generate([rendered[i].token_ids for i in part], sampling, prompt_ids=list(part))
             for index, samples in zip(part, outputs, strict=True):
-                for number, sample in enumerate(samples):
-                    completion = tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-                    facts = {"finish_reason": sample.finish_reason, "tokens": len(sample.token_ids)}
-                    row = {**_row(chosen[index], index), "sample": number, "completion": completion, **facts}
+                for row in _rows(chosen[index], index, samples, tokenizer):
                     _emit(row, file, as_json=as_json, alone=len(chosen) * n == 1)
             if file is not None:
                 file.flush()
                 typer.echo(f"{part.stop} of {len(chosen)} prompts done", err=True)
+
+
+def _check_options(n: int, temperature: float, out: Path | None, *, force: bool, raw_system: bool) -> None:
+    """Options that contradict each other are refused before anything is read."""
+    if n > 1 and temperature == 0:
+        from qerl.rollout.core import GreedySamplesError
+
+        raise GreedySamplesError(f"--n {n} at temperature 0 makes {n} equal completions; set --temperature above 0")
+    if raw_system:
+        raise ValueError("--system needs the chat template; drop it or --raw")
+    if out is not None and out.exists() and not force:
+        raise FileExistsError(f"{out} exists; add --force to replace it, or choose another --out")
 
 
 def _prompts(prompt: list[str] | None, source: str | None) -> "list[Prompt]":
@@ -150,9 +153,14 @@ def _check_lengths(rendered: "list[RenderedPrompt]", max_new_tokens: int, limit:
         )
 
 
-def _row(prompt: "Prompt", index: int) -> dict[str, Any]:
+def _rows(prompt: "Prompt", index: int, samples: "list[CompletionOutput]", tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """A row for each sample of a prompt."""
     name = "prompt" if isinstance(prompt.content, str) else "messages"
-    return {**prompt.columns, "index": index, name: prompt.content}
+    for number, sample in enumerate(samples):
+        completion = tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+        facts = {"finish_reason": sample.finish_reason, "tokens": len(sample.token_ids)}
+        asked = {**prompt.columns, "index": index, name: prompt.content}
+        yield {**asked, "sample": number, "completion": completion, **facts}
 
 
 def _emit(row: dict[str, Any], file: TextIO | None, *, as_json: bool, alone: bool) -> None:

@@ -84,7 +84,11 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
         raise DeviceError(f"device {device!r} is unknown: use auto, cpu, cuda or cuda:0") from error
     if resolved.type not in ("cpu", "cuda"):
         raise DeviceError(f"device {str(device)!r} is not supported: use auto, cpu, cuda or cuda:0")
-    found = torch.cuda.device_count() if resolved.type == "cuda" else 1
+    if resolved.type == "cpu":
+        if resolved.index:
+            raise DeviceError(f"device {str(device)!r} is not supported: there is one CPU device; use cpu")
+        return resolved
+    found = torch.cuda.device_count()
     if (resolved.index or 0) >= found:
         build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         raise DeviceError(

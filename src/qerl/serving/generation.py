@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from qerl.rollout.core import RequestTooLongError
+from qerl.rollout.session import StepOutput
 from qerl.serving.choices import Choice, Piece
 from qerl.serving.errors import ApiError
 from qerl.serving.requests import GenerationRequest
@@ -24,7 +25,7 @@ class Generation:
     def __init__(self, worker: EngineWorker, tokenizer: Any, request: GenerationRequest) -> None:
         self.request = request
         self._worker = worker
-        self._n = request.sampling.n
+        self._n = request.sampling.n * request.copies
         self.choices = [
             Choice(number * self._n + sample, tokenizer, prompt, request.stops)
             for number, prompt in enumerate(request.prompts)
@@ -50,7 +51,7 @@ class Generation:
                 number, event = await events.get()
                 if isinstance(event, Exception):
                     raise _api_error(event) from event
-                pieces = [self.choices[number * self._n + output.sample_index].push(output) for output in event]
+                pieces = [choice.push(output) for output in event for choice in self._of_sample(number, output)]
                 if all(choice.finished for choice in self._of_prompt(number)):
                     self._worker.abort(submissions[number])
                 if any(pieces):
@@ -65,6 +66,10 @@ class Generation:
         except EngineStoppedError as error:
             raise _api_error(error) from error
 
+    def _of_sample(self, number: int, output: StepOutput) -> list[Choice]:
+        first = number * self._n + output.sample_index * self.request.copies
+        return self.choices[first : first + self.request.copies]
+
     def _of_prompt(self, number: int) -> list[Choice]:
         return self.choices[number * self._n : (number + 1) * self._n]
 
@@ -75,7 +80,7 @@ class Generation:
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens sampled so far for all choices, end tokens included."""
+        """Tokens of all choices so far, end tokens included; those of equal choices count for each."""
         return sum(choice.num_tokens for choice in self.choices)
 
 

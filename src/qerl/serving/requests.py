@@ -49,7 +49,8 @@ class GenerationRequest:
 
     Attributes:
         prompts: token ids; chat has one.
-        sampling: for each of them (``n`` included).
+        sampling: for each of them.
+        copies: equal choices that each sample is given out as: ``n`` where it is greedy, and ``sampling.n`` 1.
         stops: stop strings.
         logprobs: whether the log-probs of the tokens are wanted.
         stream: in pieces, as they come.
@@ -58,6 +59,7 @@ class GenerationRequest:
 
     prompts: tuple[tuple[int, ...], ...]
     sampling: SamplingParams
+    copies: int
     stops: tuple[str, ...]
     logprobs: bool
     stream: bool
@@ -147,11 +149,14 @@ class RequestParser:
                     code="context_length_exceeded",
                 )
         seed = whole_number(body, "seed", None, *_SEED_RANGE)
+        choices = whole_number(body, "n", 1, 1, MAX_CHOICES)
+        temperature = number(body, "temperature", 1.0, 0.0, 2.0)
+        copies = choices if temperature == 0 else 1  # drawn once: greedy samples are equal
         try:
             sampling = SamplingParams(
-                n=whole_number(body, "n", 1, 1, MAX_CHOICES),
+                n=choices // copies,
                 max_tokens=max_tokens,
-                temperature=number(body, "temperature", 1.0, 0.0, 2.0),
+                temperature=temperature,
                 top_p=number(body, "top_p", 1.0, 0.0, 1.0),
                 top_k=whole_number(body, "top_k", 0, 0, 1 << 30),
                 min_p=number(body, "min_p", 0.0, 0.0, 1.0),
@@ -165,6 +170,7 @@ class RequestParser:
         return GenerationRequest(
             prompts=tuple(map(tuple, prompts)),
             sampling=sampling,
+            copies=copies,
             stops=text_list(body, "stop", MAX_STOPS),
             logprobs=logprobs,
             stream=switch(body, "stream"),

@@ -5,6 +5,7 @@ import logging
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from qerl.rollout.build import build_engine
 from qerl.rollout.core import SamplingParams
@@ -14,6 +15,9 @@ from qerl.serving.errors import MissingServerPackageError
 from qerl.serving.ports import bound_sockets, listen
 from qerl.serving.requests import RequestParser
 from qerl.serving.worker import EngineWorker
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +43,21 @@ def check_exposure(host: str, api_key: str | None) -> None:
 
 
 def _warm_up(engine: RolloutEngine) -> None:
-    """A few tokens through a session, which also allocates the KV pool that the server will use."""
+    """A few tokens through a session, which also allocates the KV pool that the server will use.
+
+    Kernels are compiled, and weights decoded where that is done once, before the first client waits for it.
+    """
     with engine.open_session() as session:
         session.add([0], SamplingParams(max_tokens=4, ignore_eos=True))
         while session.has_unfinished:
             session.step()
+
+
+def _application(engine: RolloutEngine, tokenizer: Any, name: str, api_key: str | None) -> "FastAPI":
+    from qerl.serving.app import Server
+
+    parser = RequestParser(tokenizer, name, engine.max_model_len, engine.runner.vocab_size)
+    return Server(EngineWorker(engine), parser, api_key).app()
 
 
 def _require_packages() -> None:
@@ -102,8 +116,6 @@ def serve(
     _require_packages()
     import uvicorn
 
-    from qerl.serving.app import Server
-
     with bound_sockets(host, port) as sockets:
         engine, tokenizer, _ = build_engine(
             model,
@@ -119,15 +131,13 @@ def serve(
         )
         if not isinstance(engine, RolloutEngine):
             raise UnsupportedArchitectureError(f"{model} runs on transformers' generation only, which cannot be served")
-        # Kernels are compiled, and weights decoded where that is done once, before the first client waits for it.
         _warm_up(engine)
         served_name = name or Path(model).resolve().name
-        parser = RequestParser(tokenizer, served_name, engine.max_model_len, engine.runner.vocab_size)
-        app = Server(EngineWorker(engine), parser, api_key).app()
+        app = _application(engine, tokenizer, served_name, api_key)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
         listen(sockets)
-        limit = engine.max_model_len
-        logger.info("serving %s at http://%s:%d/v1 (%d tokens a request)", served_name, host, port, limit)
+        where = f"http://{host}:{port}/v1"
+        logger.info("serving %s at %s (%d tokens a request)", served_name, where, engine.max_model_len)
         # uvicorn raises the signal that stopped it once more; Ctrl-C is how a server ends, so that is no error.
         with suppress(KeyboardInterrupt):
             server.run(sockets=sockets)

@@ -5,6 +5,8 @@ one made-up completion. Nothing of it is counted, logged or drawn from the run's
 """
 
 import asyncio
+import copy
+import logging
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,13 +21,15 @@ from qerl.trainer.timed_reward import AsyncReward, TimedReward
 if TYPE_CHECKING:
     from qerl.trainer.trainer import QeRLTrainer
 
+logger = logging.getLogger(__name__)
+
 TRIAL_COMPLETION = "A completion that was made up to try the reward functions. The answer is 0."
 
 
 def try_rewards(trainer: "QeRLTrainer") -> None:
     """Call every function of ``trainer`` that is not qerl's own once; what it returns is checked and dropped.
 
-    Nothing is done with streaming data, whose first row would be taken.
+    Nothing is done with streaming data, whose first row would be taken; the log says so.
 
     Args:
         trainer: without environments (which only a rollout makes).
@@ -34,7 +38,11 @@ def try_rewards(trainer: "QeRLTrainer") -> None:
         RewardCallError: naming the function, its own exception as the cause.
     """
     rewards = [reward for reward in trainer.reward_funcs if _is_the_users(reward)]
-    if not rewards or not isinstance(trainer.train_dataset, Dataset):
+    if not rewards:
+        return
+    if not isinstance(trainer.train_dataset, Dataset):
+        names = ", ".join(reward.__name__ for reward in rewards)
+        logger.warning("streaming data: the reward functions (%s) are not tried before the first rollout", names)
         return
     arguments = _arguments(trainer)
     for reward in rewards:
@@ -54,18 +62,16 @@ def _is_the_users(reward: Any) -> bool:
 
 
 def _arguments(trainer: "QeRLTrainer") -> dict[str, Any]:
-    """What TRL passes, for one group of the first row."""
+    """What TRL passes, for one group of the first row; a function may change the objects of one sample alone."""
     row, size = trainer.train_dataset[0], trainer.num_generations
     completion: Any = TRIAL_COMPLETION
     if not isinstance(row["prompt"], str):
         completion = [{"role": "assistant", "content": TRIAL_COMPLETION}]
     token_ids = trainer.processing_class(text=TRIAL_COMPLETION, add_special_tokens=False)["input_ids"]
-    columns = {name: [row[name]] * size for name in row if name not in ("prompt", "completion", "completion_ids")}
+    of_group = {"prompts": row["prompt"], "completions": completion, "completion_ids": token_ids}
+    of_group |= {name: row[name] for name in row if name not in ("prompt", "completion", "completion_ids")}
     return {
-        "prompts": [row["prompt"]] * size,
-        "completions": [completion] * size,
-        "completion_ids": [token_ids] * size,
-        **columns,
+        **{name: [copy.deepcopy(value) for _ in range(size)] for name, value in of_group.items()},
         "trainer_state": trainer.state,
         "log_extra": lambda column, values: None,
         "log_metric": lambda name, value: None,

@@ -22,13 +22,11 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import Sampler
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 from trl import GRPOTrainer
 
 from qerl.nn.attention import PACKED_ATTENTION
 from qerl.nn.head import install_scoring_head
-from qerl.nn.loading import eos_token_ids, load_model
-from qerl.nn.lora import LoraQuantLinear, check_lora_config, prepare_lora_config
 from qerl.nn.norm import aqn_norms
 from qerl.nn.surgery import packed_parameters
 from qerl.rl.aqn import NoiseInjector
@@ -39,6 +37,7 @@ from qerl.trainer.config import ConfigError, QeRLConfig
 from qerl.trainer.dynamic import PreparedBatch, make_dynamic_sampling
 from qerl.trainer.logprobs import packed_logprobs
 from qerl.trainer.parity import effective_sample_size
+from qerl.trainer.policy import adapter_config, causal_model, load_policy
 from qerl.trainer.preflight import (
     check_prompts,
     format_memory_table,
@@ -109,28 +108,8 @@ class QeRLTrainer(GRPOTrainer):
             has_environments = kwargs.get("environment_factory") is not None
             check_reward_arguments(rewards, train_dataset.column_names, environments=has_environments)
         set_seed(args.seed)  # the adapter is initialized before transformers seeds anything
-        if isinstance(model, (str, Path)):
-            path = model
-            model = load_model(
-                path,
-                weights=args.weights,
-                head=args.head,
-                dtype=args.dtype,
-                device="cpu" if args.use_cpu else args.device,
-                trust_remote_code=args.trust_remote_code,
-            )
-            processing_class = processing_class or AutoTokenizer.from_pretrained(path, padding_side="left")
-        if processing_class is None:
-            processing_class = AutoTokenizer.from_pretrained(model.config.name_or_path, padding_side="left")
-        if processing_class.pad_token is None:
-            processing_class.pad_token = processing_class.eos_token
-        if processing_class.pad_token is None:
-            raise ConfigError("the tokenizer has neither a pad nor an EOS token: set tokenizer.pad_token")
-        # TRL reads the EOS ids from the generation config alone; every id that ends a sample must be in it.
-        eos_ids = eos_token_ids(model, processing_class.eos_token_id)
-        _causal_model(model).generation_config.eos_token_id = list(eos_ids)
-        model.generation_config.eos_token_id = list(eos_ids)
-        peft_config = self._lora_config(model, args, peft_config)
+        model, processing_class = load_policy(model, args, processing_class)
+        peft_config = adapter_config(model, args, peft_config)
         longest_prompt = None
         if isinstance(train_dataset, Dataset):
             train_dataset, longest_prompt = check_prompts(train_dataset, processing_class, args, kwargs.get("tools"))
@@ -157,25 +136,6 @@ class QeRLTrainer(GRPOTrainer):
         self.dynamic = make_dynamic_sampling(self, kwargs)
         self._install_rollouts(longest_prompt, eval_max_new_tokens or 0)
 
-    @staticmethod
-    def _lora_config(model: nn.Module, args: QeRLConfig, peft_config: LoraConfig | None) -> LoraConfig | None:
-        if any(isinstance(m, LoraQuantLinear) for m in model.modules()):
-            for config in model.peft_config.values():
-                check_lora_config(config)
-            if not any(p.requires_grad for p in model.parameters()):
-                raise ConfigError(
-                    "the model has an adapter but nothing to train: load it with load_adapter(..., is_trainable=True)"
-                )
-            return None  # already wrapped
-        if peft_config is None:
-            peft_config = LoraConfig(
-                r=args.lora_r,
-                lora_alpha=args.lora_alpha,
-                target_modules=args.lora_target_modules or "all-linear",
-                task_type="CAUSAL_LM",
-            )
-        return prepare_lora_config(peft_config, model)
-
     def _install_rollouts(self, longest_prompt: int | None, eval_max_new_tokens: int) -> None:
         """Engine, noise and bridge over the wrapped model; print the memory budget; try the worst case."""
         args = self.args
@@ -188,7 +148,7 @@ class QeRLTrainer(GRPOTrainer):
         # A tool call appends to the prompt at most what the completion budget allows, then samples again.
         turns = 2 if self.tools else 1
         max_model_len = prompt_len + turns * self.max_completion_length
-        install_scoring_head(_causal_model(policy), self.temperature)
+        install_scoring_head(causal_model(policy), self.temperature)
         memory_bytes = None if args.kv_cache_gb is None else int(args.kv_cache_gb * 1024**3)
         self.engine = make_engine(
             policy,
@@ -427,7 +387,3 @@ class QeRLTrainer(GRPOTrainer):
     def take_reward_seconds(self) -> float:
         """Seconds spent in reward functions since the last call."""
         return sum(f.take_seconds() for f in self._timed_rewards)
-
-
-def _causal_model(policy: nn.Module) -> PreTrainedModel:
-    return policy.get_base_model() if hasattr(policy, "get_base_model") else policy
