@@ -246,6 +246,36 @@ def test_work_larger_than_the_automatic_bound_still_finishes(monkeypatch: pytest
     assert engine.stats.num_blocks == 15
 
 
+def test_memory_that_shrinks_while_a_call_starts_does_not_shrink_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool was planned once to check the request and again to be made, by then for less than one sequence."""
+    engine, asked = make_engine(block_size=4), []
+
+    def available() -> int:
+        asked.append(len(asked))
+        return (1 << 20) >> (8 * len(asked))
+
+    monkeypatch.setattr("qerl.rollout.pool.available_bytes", available)
+    assert_same(engine, [[1] * 9], SamplingParams(n=2, max_tokens=40, ignore_eos=True))
+    assert asked == [0]
+    # Needs more than there is room for, which is nothing by now: what is held is taken as it is.
+    longer = SamplingParams(n=3, max_tokens=40, ignore_eos=True)
+    assert_same(engine, [[1] * 9], longer)
+    assert asked == [0, 1]
+    with engine.open_session() as session:
+        session.add([1, 2], longer)
+    assert asked == [0, 1, 2]
+
+
+def test_the_pool_knows_what_a_call_has_used() -> None:
+    engine = make_engine(block_size=4)
+    for n in (5, 2):
+        engine.generate([[1, 2]], SamplingParams(n=n, max_tokens=30, ignore_eos=True))
+        assert engine.pool._most_used >= 5 * 30 // 4
+    assert engine.stats.peak_blocks < engine.pool._most_used <= engine.kv.num_blocks
+    engine.reset()
+    assert engine.pool._most_used == 0
+
+
 def test_progress_reports_every_step_up_to_the_end() -> None:
     engine = make_engine(max_num_seqs=3)
     calls: list[tuple[int, int, int]] = []

@@ -127,8 +127,9 @@ class RolloutEngine:
         worst = worst_case_blocks(
             [len(p) for p in prompts], sampling.n, sampling.max_tokens, config.block_size, config.max_num_seqs
         )
-        check_capacity(prompts, sampling, self.pool.plan(worst), config.block_size)
-        loop = self._start("generate", worst)
+        num_blocks = self.pool.plan(worst)
+        check_capacity(prompts, sampling, num_blocks, config.block_size)
+        loop = self._start("generate", num_blocks, worst)
         groups = [
             self.group(
                 index, prompt, sampling, [sequence_key(sampling.seed, step, ids[index], i) for i in range(sampling.n)]
@@ -162,8 +163,8 @@ class RolloutEngine:
         """
         self._require_idle("open_session")
         self.stats = EngineStats()
-        full_length = blocks_for_tokens(self.max_model_len, self.config.block_size)
-        return EngineSession(self, self._start("a session", self.config.max_num_seqs * full_length))
+        worst = self.config.max_num_seqs * blocks_for_tokens(self.max_model_len, self.config.block_size)
+        return EngineSession(self, self._start("a session", self.pool.plan(worst), worst))
 
     def group(self, index: int, prompt: list[int], sampling: SamplingParams, keys: list[tuple[int, int]]) -> Prefix:
         """A group of a checked prompt with one sample for each key of a random stream (for sessions)."""
@@ -201,12 +202,12 @@ class RolloutEngine:
         """Called by the session when it closes."""
         self._finish()
 
-    def _start(self, name: str, worst_blocks: int) -> StepLoop:
-        """Give ``name`` a KV pool and an empty scheduler over it."""
-        if self.kv is not None and self.pool.plan(worst_blocks) != self.kv.num_blocks:
+    def _start(self, name: str, num_blocks: int, worst_blocks: int) -> StepLoop:
+        """Give ``name`` a KV pool as planned for ``worst_blocks`` and an empty scheduler over it."""
+        if self.kv is not None and num_blocks != self.kv.num_blocks:
             # The pool moves, so graphs over it are void; their memory may be needed for the new one.
             self._drop_decoder()
-        kv = self.pool.allocate(worst_blocks)
+        kv = self.pool.allocate(num_blocks, worst_blocks)
         if self.decoder is None:
             self.decoder = self._make_decoder()
         config = self.config
@@ -270,6 +271,7 @@ class RolloutEngine:
                 stats.speculative_steps,
                 stats.decode_steps,
             )
+        self.pool.count_used(self.scheduler.allocator.peak_used)
         self.scheduler = None
         self._busy_with = ""
 
