@@ -65,8 +65,8 @@ class KVPool:
         if num_blocks < 1:
             raise NoMemoryForCacheError(
                 f"the KV cache may take {limit:,} bytes, its share of the free memory, but one block and the null "
-                f"block take {2 * self.block_bytes:,} bytes: free memory, or set the size of the cache (memory_bytes or "
-                "num_blocks; in training kv_cache_gb)"
+                f"block take {2 * self.block_bytes:,} bytes: free memory, or set the size of the cache "
+                "(memory_bytes or num_blocks; in training kv_cache_gb)"
             )
         return num_blocks
 
