@@ -337,6 +337,8 @@ def test_prompts_of_the_caller_are_left_as_they_were() -> None:
         ({"speculative_tokens": -1}, "speculative_tokens must be at least 0, got -1"),
         ({"speculative_max_batch": 0}, "speculative_max_batch must be at least 1, got 0"),
         ({"speculative_history": -5}, "speculative_history must be at least 0, got -5"),
+        ({"speculative_tokens": 65}, "speculative_tokens must be at most 64, got 65"),
+        ({"speculative_history": 5}, "speculative_history=5 keeps .* speculative_tokens=0 guesses nothing: set"),
         ({"kv_dtype": "int4"}, "kv_dtype must be auto or fp8, got 'int4'"),
         ({"num_blocks": 5, "memory_bytes": 10_000}, "num_blocks=5 and memory_bytes=10000"),
     ],
@@ -349,5 +351,7 @@ def test_impossible_limits_are_named(limits: dict[str, int], message: str) -> No
 def test_limits_beyond_the_model_are_named() -> None:
     with pytest.raises(ValueError, match="max_model_len=201 exceeds the model's 200"):
         make_engine(max_model_len=201)
+    with pytest.raises(ValueError, match="speculative_tokens=40 must be smaller than the 40 tokens"):
+        make_engine(max_model_len=40, speculative_tokens=40)
     with pytest.raises(ValueError, match=rf"EOS ids \[99\] .* {VOCAB}"):
         RolloutEngine(HashRunner(), [1, 99])

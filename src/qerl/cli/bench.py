@@ -62,7 +62,8 @@ def rollout(
         str, typer.Option(help="Output head: auto (as stored), the compute dtype, or nvfp4.")
     ] = "auto",
     speculative_tokens: Annotated[
-        int, typer.Option(min=0, help="Measure decoding with so many drafts on the prompts of --prompts instead.")
+        int,
+        typer.Option(min=0, max=64, help="Measure decoding with so many drafts on the prompts of --prompts instead."),
     ] = 0,
     prompts: Annotated[str | None, typer.Option(help="With drafts: prompts as in qerl generate --prompts.")] = None,
     group: Annotated[int, typer.Option(min=1, help="With drafts: samples of a prompt (1 where greedy).")] = 8,

@@ -46,7 +46,8 @@ class RolloutEngine:
         config: limits; ``max_model_len`` may only lower the model's own limit.
 
     Raises:
-        ValueError: an EOS id is outside the vocabulary, or ``max_model_len`` exceeds ``runner.max_position``.
+        ValueError: an EOS id is outside the vocabulary, ``max_model_len`` exceeds ``runner.max_position``, or a
+            sequence has no room for ``speculative_tokens``.
     """
 
     def __init__(self, runner: Runner, eos_token_ids: Sequence[int], config: EngineConfig | None = None) -> None:
@@ -59,11 +60,16 @@ class RolloutEngine:
         self.max_model_len = self.config.max_model_len or runner.max_position
         if self.max_model_len > runner.max_position:
             raise ValueError(f"max_model_len={self.max_model_len} exceeds the model's {runner.max_position} positions")
+        if self.config.speculative_tokens >= self.max_model_len:
+            raise ValueError(
+                f"speculative_tokens={self.config.speculative_tokens} must be smaller than the "
+                f"{self.max_model_len} tokens that a sequence may have"
+            )
         self.pool = KVPool(runner, self.config)
         self.decoder: Decoder | None = None
         self.scheduler: Scheduler | None = None
         self.stats = EngineStats()
-        self.history = CompletionHistory(self.config.speculative_history if self.config.speculative_tokens else 0)
+        self.history = CompletionHistory(self.config.speculative_history)
         self._busy_with = ""
         self._told_of_drafts = False
 
@@ -247,6 +253,7 @@ class RolloutEngine:
                 blocks_for_tokens(self.max_model_len, config.block_size),
                 runner.device,
                 depth=look_ahead + 1,
+                seats=config.max_num_seqs,
             ),
             StepGraphs(capture, None if capture is None else capture.wait),
             bucket_sizes(config.max_rows) if cuda else None,
