@@ -6,7 +6,6 @@ engine knows nothing of tokenizers, adapters, noise or quantization: it sees a
 keys; only the pool's memory is kept (``reset`` lets go of it).
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,6 +19,7 @@ from qerl.rollout.config import EngineConfig, EngineStats
 from qerl.rollout.core import CompletionOutput, Runner, SamplingParams
 from qerl.rollout.decode_step import DecodeBuffers, bucket_sizes
 from qerl.rollout.decoder import Decoder
+from qerl.rollout.draft_log import DraftLog
 from qerl.rollout.graphs import CudaCapture, StepGraphs
 from qerl.rollout.history import CompletionHistory
 from qerl.rollout.kv_cache import KVCache, blocks_for_tokens, worst_case_blocks
@@ -33,8 +33,6 @@ from qerl.rollout.speculation import Speculation
 __all__ = ["EngineConfig", "EngineStats", "Progress", "RolloutEngine"]
 
 Progress = Callable[[int, int, int], None]
-
-_log = logging.getLogger(__name__)
 
 
 class RolloutEngine:
@@ -71,7 +69,7 @@ class RolloutEngine:
         self.stats = EngineStats()
         self.history = CompletionHistory(self.config.speculative_history)
         self._busy_with = ""
-        self._told_of_drafts = False
+        self._draft_log = DraftLog()
 
     @property
     def kv(self) -> KVCache | None:
@@ -268,16 +266,7 @@ class RolloutEngine:
                 progress(loop.finished, self.stats.num_samples, self.stats.generated_tokens)
 
     def _finish(self) -> None:
-        stats = self.stats
-        if stats.drafted_tokens and not self._told_of_drafts:
-            self._told_of_drafts = True
-            _log.info(
-                "speculative decoding: %d of %d drafted tokens accepted in %d of %d decode steps",
-                stats.accepted_tokens,
-                stats.drafted_tokens,
-                stats.speculative_steps,
-                stats.decode_steps,
-            )
+        self._draft_log.count(self.stats)
         self.pool.count_used(self.scheduler.allocator.peak_used)
         self.scheduler = None
         self._busy_with = ""
