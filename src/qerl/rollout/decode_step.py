@@ -11,8 +11,6 @@ The number of rows is rounded up to a bucket. Padding rows feed token 0 at posit
 of one token: always finite, never read by others.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
@@ -52,6 +50,7 @@ class DecodeBuffers:
 
     Attributes:
         inputs: int64 [9, capacity], the fields above.
+        padding: int64 [7, 1], the input fields of a padding row (of the host).
         table: int32 [seats + 1, table_width], block tables by slot; the last row is the null row of padding.
         tokens: int64 [capacity], what the last step sampled.
         results: float64 [3, capacity], token ids and both log-probs of the last step (float64 holds both exactly).
@@ -60,7 +59,7 @@ class DecodeBuffers:
     def __init__(self, max_rows: int, table_width: int, device: torch.device, depth: int, seats: int) -> None:
         capacity = -(-max_rows // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
         self.max_rows = max_rows
-        self.null_row = seats
+        self.padding = np.array((-1, 0, 0, NULL_BLOCK, 0, 0, seats), dtype=np.int64)[:, None]
         self.device = device
         self.inputs = torch.zeros(_NUM_FIELDS, capacity, dtype=torch.int64, device=device)
         self.table = torch.full((seats + 1, table_width), NULL_BLOCK, dtype=torch.int32, device=device)
@@ -156,8 +155,3 @@ def draw_rows(buffers: DecodeBuffers, logits: torch.Tensor, sampling: SamplingPa
     buffers.tokens[rows].copy_(drawn.token_ids)
     for field, values in enumerate((drawn.token_ids, drawn.logprobs, drawn.temperature_logprobs)):
         buffers.results[field, rows].copy_(values)
-
-
-def padding_column(null_row: int) -> Sequence[int]:
-    """The seven input fields of a padding row."""
-    return (-1, 0, 0, NULL_BLOCK, 0, 0, null_row)
