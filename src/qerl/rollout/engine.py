@@ -127,21 +127,12 @@ class RolloutEngine:
         self.stats = EngineStats(len(prompts), len(prompts) * sampling.n, sum(map(len, prompts)))
         if not prompts:
             return []
-        config = self.config
-        worst = worst_case_blocks(
-            [len(p) for p in prompts], sampling.n, sampling.max_tokens, config.block_size, config.max_num_seqs
-        )
-        num_blocks = self.pool.plan(worst)
-        check_capacity(prompts, sampling, num_blocks, config.block_size)
-        loop = self._start("generate", num_blocks, worst)
-        groups = [
-            self.group(
-                index, prompt, sampling, [sequence_key(sampling.seed, step, ids[index], i) for i in range(sampling.n)]
-            )
-            for index, prompt in enumerate(prompts)
-        ]
-        for group in groups:
-            loop.add(group)
+        loop = self._start_call(prompts, sampling)
+        groups = []
+        for index, prompt in enumerate(prompts):
+            keys = [sequence_key(sampling.seed, step, ids[index], i) for i in range(sampling.n)]
+            groups.append(self.group(index, prompt, sampling, keys))
+            loop.add(groups[-1])
         try:
             with self.computing():
                 self._run(loop, progress)
@@ -205,6 +196,20 @@ class RolloutEngine:
     def end_session(self) -> None:
         """Called by the session when it closes."""
         self._finish()
+
+    def _start_call(self, prompts: list[list[int]], sampling: SamplingParams) -> StepLoop:
+        """The loop of a ``generate`` call, once the pool is known to hold each of its prompts.
+
+        Raises:
+            RequestTooLongError: a prompt with its completion exceeds the KV cache.
+        """
+        config = self.config
+        worst = worst_case_blocks(
+            [len(p) for p in prompts], sampling.n, sampling.max_tokens, config.block_size, config.max_num_seqs
+        )
+        num_blocks = self.pool.plan(worst)
+        check_capacity(prompts, sampling, num_blocks, config.block_size)
+        return self._start("generate", num_blocks, worst)
 
     def _start(self, name: str, num_blocks: int, worst_blocks: int) -> StepLoop:
         """Give ``name`` a KV pool as planned for ``worst_blocks`` and an empty scheduler over it."""
