@@ -99,8 +99,9 @@ class GraphedEngine(RolloutEngine):
     def _make_decoder(self) -> Decoder:
         decoder = super()._make_decoder()
         sizes = bucket_sizes(self.config.max_rows)
-        width = decoder.buffers.table.shape[1]
-        buffers = DecodeBuffers(self.config.max_rows, width, self.runner.device, depth=self.look_ahead + 1)
+        rows, width = decoder.buffers.table.shape
+        depth = self.look_ahead + 1
+        buffers = DecodeBuffers(self.config.max_rows, width, self.runner.device, depth=depth, seats=rows - 1)
         return Decoder(self.runner, buffers, StepGraphs(lambda step: step), sizes, self.look_ahead)
 
 

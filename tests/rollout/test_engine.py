@@ -246,6 +246,36 @@ def test_work_larger_than_the_automatic_bound_still_finishes(monkeypatch: pytest
     assert engine.stats.num_blocks == 15
 
 
+def test_memory_that_shrinks_while_a_call_starts_does_not_shrink_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool was planned once to check the request and again to be made, by then for less than one sequence."""
+    engine, asked = make_engine(block_size=4), []
+
+    def available() -> int:
+        asked.append(len(asked))
+        return (1 << 20) >> (8 * len(asked))
+
+    monkeypatch.setattr("qerl.rollout.pool.available_bytes", available)
+    assert_same(engine, [[1] * 9], SamplingParams(n=2, max_tokens=40, ignore_eos=True))
+    assert asked == [0]
+    # Needs more than there is room for, which is nothing by now: what is held is taken as it is.
+    longer = SamplingParams(n=3, max_tokens=40, ignore_eos=True)
+    assert_same(engine, [[1] * 9], longer)
+    assert asked == [0, 1]
+    with engine.open_session() as session:
+        session.add([1, 2], longer)
+    assert asked == [0, 1, 2]
+
+
+def test_the_pool_knows_what_a_call_has_used() -> None:
+    engine = make_engine(block_size=4)
+    for n in (5, 2):
+        engine.generate([[1, 2]], SamplingParams(n=n, max_tokens=30, ignore_eos=True))
+        assert engine.pool._most_used >= 5 * 30 // 4
+    assert engine.stats.peak_blocks < engine.pool._most_used <= engine.kv.num_blocks
+    engine.reset()
+    assert engine.pool._most_used == 0
+
+
 def test_progress_reports_every_step_up_to_the_end() -> None:
     engine = make_engine(max_num_seqs=3)
     calls: list[tuple[int, int, int]] = []
@@ -307,6 +337,8 @@ def test_prompts_of_the_caller_are_left_as_they_were() -> None:
         ({"speculative_tokens": -1}, "speculative_tokens must be at least 0, got -1"),
         ({"speculative_max_batch": 0}, "speculative_max_batch must be at least 1, got 0"),
         ({"speculative_history": -5}, "speculative_history must be at least 0, got -5"),
+        ({"speculative_tokens": 65}, "speculative_tokens must be at most 64, got 65"),
+        ({"speculative_history": 5}, "speculative_history=5 keeps .* speculative_tokens=0 guesses nothing: set"),
         ({"kv_dtype": "int4"}, "kv_dtype must be auto or fp8, got 'int4'"),
         ({"num_blocks": 5, "memory_bytes": 10_000}, "num_blocks=5 and memory_bytes=10000"),
     ],
@@ -319,5 +351,7 @@ def test_impossible_limits_are_named(limits: dict[str, int], message: str) -> No
 def test_limits_beyond_the_model_are_named() -> None:
     with pytest.raises(ValueError, match="max_model_len=201 exceeds the model's 200"):
         make_engine(max_model_len=201)
+    with pytest.raises(ValueError, match="speculative_tokens=40 must be smaller than the 40 tokens"):
+        make_engine(max_model_len=40, speculative_tokens=40)
     with pytest.raises(ValueError, match=rf"EOS ids \[99\] .* {VOCAB}"):
         RolloutEngine(HashRunner(), [1, 99])

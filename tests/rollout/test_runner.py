@@ -213,6 +213,13 @@ def test_other_architectures_fall_back_with_a_message(
     assert "fall back to transformers" in caplog.text
 
 
+@pytest.mark.parametrize("backend", ["auto", "engine", "transformers"])
+def test_impossible_limits_are_refused_whatever_runs(backend: str, tiny_checkpoints: dict[str, Path]) -> None:
+    model = policy(tiny_checkpoints["llama"])
+    with pytest.raises(ValueError, match="speculative_tokens must be at most 64, got 100"):
+        make_engine(model, tiny_tokenizer(), max_model_len=64, backend=backend, speculative_tokens=100)
+
+
 def test_transformers_backend_has_the_same_contract(tiny_checkpoints: dict[str, Path]) -> None:
     model = policy(tiny_checkpoints["qwen2"])
     tokenizer = tiny_tokenizer()

@@ -151,6 +151,13 @@ def test_a_known_completion_is_taken_in_few_steps_and_ends_where_it_should(eager
     assert ends == {"stop", "length"}
 
 
+def test_block_tables_are_as_many_as_samples_run_at_once() -> None:
+    engine = make_engine(max_num_seqs=3, speculative_tokens=60, speculative_max_batch=8)
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+    assert engine.decoder.buffers.max_rows == 3 * 61
+    assert engine.decoder.buffers.table.shape[0] == 3 + 1
+
+
 def test_between_steps_blocks_are_those_of_plain_decoding(any_drafts: random.Random) -> None:
     engine = make_engine(block_size=2, num_blocks=200, speculative_tokens=6)
     held: list[tuple[int, int]] = []

@@ -39,6 +39,8 @@ Make = Callable[..., QeRLConfig]
         ("overlong_prompts", "truncate", "overlong_prompts='truncate' is unknown"),
         ("lora_r", 0, "lora_r=0 must be at least 1"),
         ("speculative_tokens", -1, "speculative_tokens=-1 must be at least 0"),
+        ("speculative_tokens", 65, "speculative_tokens=65 must be at most 64"),
+        ("speculative_history", 9, "speculative_history=9 keeps .* speculative_tokens=0 guesses nothing: set"),
         ("speculative_max_batch", 0, "speculative_max_batch=0 must be at least 1"),
         ("speculative_history", -1, "speculative_history=-1 must be at least 0"),
     ],

@@ -138,7 +138,7 @@ def _engine(subject: Subject, batch: int, longest: int, eos: Sequence[int], draf
         speculative_tokens=drafts,
         # Every batch is tried; whether drafts pay there is for the engine to say.
         speculative_max_batch=batch,
-        speculative_history=_HISTORY_TOKENS,
+        speculative_history=_HISTORY_TOKENS if drafts else 0,
     )
 
 

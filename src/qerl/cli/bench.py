@@ -39,7 +39,7 @@ Batches = Annotated[
 ]
 HeadDtype = Annotated[str, typer.Option(help="Output head: auto (as stored), the compute dtype, or nvfp4.")]
 Drafts = Annotated[
-    int, typer.Option(min=0, help="Measure decoding with so many drafts on the prompts of --prompts instead.")
+    int, typer.Option(min=0, max=64, help="Measure decoding with so many drafts on the prompts of --prompts instead.")
 ]
 Epochs = Annotated[
     int, typer.Option(min=1, help="With drafts: passes over the prompts; later ones draft from earlier ones too.")

@@ -16,6 +16,9 @@ Seed = Annotated[int, typer.Option(help="Seed of sampling.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 MaxModelLen = Annotated[int | None, typer.Option(min=1, help="Longest prompt + completion, tokens.")]
 SpeculativeTokens = Annotated[
-    int, typer.Option(min=0, help="Tokens guessed ahead for a sample while few run (0: off); only rounding changes.")
+    int,
+    typer.Option(
+        min=0, max=64, help="Tokens guessed ahead for a sample while few run (0: off); only rounding changes."
+    ),
 ]
 SpeculativeMaxBatch = Annotated[int, typer.Option(min=1, help="Samples running up to which tokens are guessed.")]

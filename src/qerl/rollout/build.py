@@ -1,9 +1,10 @@
 """Put an engine over a model: ours where the runner knows the architecture, transformers' generation elsewhere."""
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -24,6 +25,18 @@ logger = logging.getLogger(__name__)
 DEFAULT_MAX_MODEL_LEN = 4096
 
 
+class EngineOptions(TypedDict, total=False):
+    """Fields of :class:`~qerl.rollout.config.EngineConfig`, which has their defaults, for the builder to choose."""
+
+    max_num_seqs: int
+    memory_bytes: int | None
+    kv_dtype: Literal["auto", "fp8"]
+    cuda_graphs: bool
+    speculative_tokens: int
+    speculative_max_batch: int
+    speculative_history: int
+
+
 def make_engine(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
@@ -31,13 +44,7 @@ def make_engine(
     max_model_len: int,
     useful_model_len: int | None = None,
     backend: str = "auto",
-    max_num_seqs: int = 256,
-    memory_bytes: int | None = None,
-    kv_dtype: Literal["auto", "fp8"] = "auto",
-    cuda_graphs: bool = True,
-    speculative_tokens: int = 0,
-    speculative_max_batch: int = 8,
-    speculative_history: int = 0,
+    **options: Unpack[EngineOptions],
 ) -> RolloutEngine | TransformersEngine:
     """An engine over ``model`` (which may be PEFT-wrapped).
 
@@ -45,16 +52,14 @@ def make_engine(
         max_model_len: longest prompt + completion it must serve.
         useful_model_len: longest it should serve where the model allows; default: ``max_model_len``.
         backend: ``engine``, ``transformers`` or ``auto`` (engine, with a logged fallback).
-        max_num_seqs: sequences decoded at once.
-        memory_bytes: bytes for the KV cache; None: what a call needs at most.
-        kv_dtype, cuda_graphs, speculative_tokens, speculative_max_batch, speculative_history: see
-            :class:`~qerl.rollout.engine.EngineConfig`.
+        options: limits of the engine, see :class:`EngineOptions`.
 
     Raises:
         UnsupportedArchitectureError: ``backend="engine"`` and the runner does not know the model.
-        ValueError: ``max_model_len`` beyond the model's positions.
+        ValueError: ``max_model_len`` beyond the model's positions, or an impossible limit.
         RequestTooLongError: ``memory_bytes`` holds less than one such sequence.
     """
+    config = EngineConfig(**options)
     eos = eos_token_ids(model, tokenizer.eos_token_id)
     limit = model.config.max_position_embeddings
     if max_model_len > limit:
@@ -63,10 +68,26 @@ def make_engine(
             "max_model_len (of a training run: max_prompt_length or max_completion_length)"
         )
     useful = min(limit, max(max_model_len, useful_model_len or 0))
-    if backend == "transformers":
-        return TransformersEngine(model, eos, useful, max_num_seqs)
+    runner = None if backend == "transformers" else _make_runner(model, max_model_len, useful, backend, config)
+    if runner is None:
+        return TransformersEngine(model, eos, useful, config.max_num_seqs)
+    config = dataclasses.replace(config, max_model_len=min(useful, runner.max_position))
+    engine = GuardedEngine(model, runner, eos, config)
+    if config.memory_bytes is not None:
+        _check_cache_size(engine, config.memory_bytes, max_model_len)
+    return engine
+
+
+def _make_runner(
+    model: nn.Module, max_model_len: int, useful_model_len: int, backend: str, config: EngineConfig
+) -> DecoderRunner | None:
+    """The runner of ``model``; None, which is logged, where it does not know the model and ``backend`` is auto.
+
+    Raises:
+        UnsupportedArchitectureError: ``backend="engine"`` and the runner does not know the model.
+    """
     try:
-        runner = DecoderRunner(model, useful)
+        runner = DecoderRunner(model, useful_model_len)
         if max_model_len > runner.max_position:
             raise UnsupportedArchitectureError(
                 f"sequences of {max_model_len} tokens exceed the model's sliding window of {runner.max_position}"
@@ -74,23 +95,10 @@ def make_engine(
     except UnsupportedArchitectureError as error:
         if backend == "engine":
             raise
-        lost = ", without speculative decoding" if speculative_tokens else ""
+        lost = ", without speculative decoding" if config.speculative_tokens else ""
         logger.warning("rollouts fall back to transformers generation (slower%s): %s", lost, error)
-        return TransformersEngine(model, eos, useful, max_num_seqs)
-    config = EngineConfig(
-        max_num_seqs=max_num_seqs,
-        max_model_len=min(useful, runner.max_position),
-        memory_bytes=memory_bytes,
-        kv_dtype=kv_dtype,
-        cuda_graphs=cuda_graphs,
-        speculative_tokens=speculative_tokens,
-        speculative_max_batch=speculative_max_batch,
-        speculative_history=speculative_history,
-    )
-    engine = GuardedEngine(model, runner, eos, config)
-    if memory_bytes is not None:
-        _check_cache_size(engine, memory_bytes, max_model_len)
-    return engine
+        return None
+    return runner
 
 
 def _check_cache_size(engine: RolloutEngine, memory_bytes: int, max_model_len: int) -> None:
@@ -148,12 +156,7 @@ def build_engine(
     device: str | torch.device = "auto",
     dtype: str = "auto",
     max_model_len: int | None = None,
-    max_num_seqs: int = 256,
-    kv_dtype: Literal["auto", "fp8"] = "auto",
-    cuda_graphs: bool = True,
-    speculative_tokens: int = 0,
-    speculative_max_batch: int = 8,
-    speculative_history: int = 0,
+    **options: Unpack[EngineOptions],
 ) -> tuple[RolloutEngine | TransformersEngine, PreTrainedTokenizerBase, nn.Module]:
     """Load model, tokenizer and adapter from local folders and put an engine over them.
 
@@ -162,8 +165,7 @@ def build_engine(
         weights, head: see :func:`qerl.nn.loading.load_model`.
         adapter: PEFT adapter folder; a checkpoint of a run is one.
         max_model_len: default: the model's positions, at most 4096.
-        kv_dtype, cuda_graphs, speculative_tokens, speculative_max_batch, speculative_history: see
-            :class:`~qerl.rollout.engine.EngineConfig`.
+        options: limits of the engine, see :class:`EngineOptions`.
     """
     path = Path(model_path)
     if not (path / "config.json").is_file():
@@ -174,14 +176,6 @@ def build_engine(
     if adapter is not None:
         model = load_adapter(model, adapter)
     engine = make_engine(
-        model,
-        tokenizer,
-        max_model_len=max_model_len or min(positions, DEFAULT_MAX_MODEL_LEN),
-        max_num_seqs=max_num_seqs,
-        kv_dtype=kv_dtype,
-        cuda_graphs=cuda_graphs,
-        speculative_tokens=speculative_tokens,
-        speculative_max_batch=speculative_max_batch,
-        speculative_history=speculative_history,
+        model, tokenizer, max_model_len=max_model_len or min(positions, DEFAULT_MAX_MODEL_LEN), **options
     )
     return engine, tokenizer, model

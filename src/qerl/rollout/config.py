@@ -14,6 +14,9 @@ _LOWEST = {
     "speculative_max_batch": 1,
     "speculative_history": 0,
 }
+# Drafts of a sample at most. Each is a row of the decode steps' static buffers for every sample that may draft, and the
+# costs that decide on drafts were measured up to 64 rows (speculation.py): a longer draft never pays.
+MAX_SPECULATIVE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +32,15 @@ class EngineConfig:
     memory and traffic of bf16, at 4 significant bits. ``cuda_graphs=False`` runs every decode step eagerly (for
     debugging; same results).
 
-    ``speculative_tokens`` is the number of tokens guessed ahead for a sample at most (0: no speculative decoding), done
-    while at most ``speculative_max_batch`` samples run. Guesses come from the prompt and the group's completions, and,
-    with ``speculative_history``, from as many tokens of earlier calls' completions of the same prompt (4 bytes each).
-    Every token is still the one that the sampler draws. See ``speculative_run.py``.
+    ``speculative_tokens`` is the number of tokens guessed ahead for a sample at most (0: no speculative decoding; at
+    most 64, and fewer than a sequence may have), done while at most ``speculative_max_batch`` samples run. Guesses come
+    from the prompt and the group's completions, and, with ``speculative_history``, from as many tokens of earlier
+    calls' completions of the same prompt (4 bytes each). Every token is still the one that the sampler draws. See
+    ``speculative_run.py``.
 
     Raises:
-        ValueError: a limit is smaller than 1 (of drafts and history: than 0), both sizes of the pool are given, or
-            ``kv_dtype`` is unknown.
+        ValueError: a limit is smaller than 1 (of drafts and history: than 0), both sizes of the pool are given,
+            ``kv_dtype`` is unknown, there are too many drafts, or there is a history but no drafts.
     """
 
     block_size: int = 16
@@ -62,6 +66,15 @@ class EngineConfig:
             raise ValueError(
                 f"num_blocks={self.num_blocks} and memory_bytes={self.memory_bytes} both size the KV cache: "
                 "give one of them"
+            )
+        if self.speculative_tokens > MAX_SPECULATIVE_TOKENS:
+            raise ValueError(
+                f"speculative_tokens must be at most {MAX_SPECULATIVE_TOKENS}, got {self.speculative_tokens}"
+            )
+        if self.speculative_history and not self.speculative_tokens:
+            raise ValueError(
+                f"speculative_history={self.speculative_history} keeps completions to guess from, but "
+                "speculative_tokens=0 guesses nothing: set speculative_tokens, or leave speculative_history at 0"
             )
 
     @property

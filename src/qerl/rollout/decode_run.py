@@ -10,16 +10,12 @@ it is freed with the others. Work on one stream is ordered, so a freed block may
 """
 
 from collections import deque
-from collections.abc import Hashable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from qerl.rollout import decode_step as fields
-from qerl.rollout.core import NonFiniteLogitsError
-from qerl.rollout.decode_step import padding_column
-from qerl.rollout.decoder import Decoder, DrawGroups
+from qerl.rollout.decoder import Decoder, DrawOrder, can_admit, check_finite
 from qerl.rollout.drawn import DrawnTokens
 from qerl.rollout.kv_cache import NULL_BLOCK, KVCache
 from qerl.rollout.scheduler import Prefix, Sample, ScheduledStep, Scheduler
@@ -75,7 +71,7 @@ class DecodeRun:
         self._keys = np.zeros((2, slots), dtype=np.int64)
         self._live = np.zeros(slots, dtype=bool)
         self._history = np.zeros((3, slots, _HISTORY))
-        self._padding = np.array(padding_column(decoder.buffers.null_row), dtype=np.int64)[:, None]
+        self._draws = DrawOrder.of([])
         self._flying: deque[_Launch] = deque()
         self._turn = 0
         self._freed = 0
@@ -93,11 +89,8 @@ class DecodeRun:
 
     def enter(self, step: ScheduledStep) -> None:
         """Take over the samples of ``step``, whose blocks are reserved and whose copies are made."""
-        # Rows that draw alike lie together, so that they can be sampled together.
-        kinds: dict[Hashable, int] = {}
-        for chunk in step.chunks:
-            kinds.setdefault(chunk.owner.prefix.sampling.distribution, len(kinds))
-        chunks = sorted(step.chunks, key=lambda chunk: kinds[chunk.owner.prefix.sampling.distribution])
+        self._draws = DrawOrder.of(step.chunks)
+        chunks = self._draws.chunks
         samples: list[Sample] = [chunk.owner for chunk in chunks]
         count = len(samples)
         self.active, self.interrupted = True, False
@@ -108,7 +101,7 @@ class DecodeRun:
         for slot, sample in enumerate(samples):
             self._table[slot, : len(sample.blocks)] = sample.blocks
         self._position[:count] = [chunk.start for chunk in chunks]
-        self._kind[:count] = [kinds[sample.prefix.sampling.distribution] for sample in samples]
+        self._kind[:count] = self._draws.kinds
         self._token[:count] = [sample.token_ids[-1] for sample in samples]
         self._end[:count] = [len(s.prefix.token_ids) + s.prefix.sampling.max_tokens for s in samples]
         self._room[:count] = [len(sample.blocks) * size for sample in samples]
@@ -133,7 +126,7 @@ class DecodeRun:
         size = decoder.size_of(count)
         self._stage(order, positions, size, cells)
         decoder.buffers.upload(self._turn, cells.shape[1])
-        decoder.run(self.kv, size, int(positions.max()) + 1, self._groups())
+        decoder.run(self.kv, size, int(positions.max()) + 1, self._draws.groups(self._kind[order]))
         decoder.buffers.send_back(self._turn)
         self._flying.append(_Launch(self._turn, order, positions))
         self._turn += 1
@@ -156,9 +149,7 @@ class DecodeRun:
         live = self._live[slots]
         if not live.all():
             slots, positions, values = slots[live], positions[live], values[:, live]
-        if not np.isfinite(values[fields.TEMPERATURE_LOGPROB]).all():
-            bad = np.flatnonzero(~np.isfinite(values[fields.TEMPERATURE_LOGPROB]))
-            raise NonFiniteLogitsError.of_rows(bad.tolist(), len(slots))
+        check_finite(values)
         self._history[:, slots, self._fill[slots]] = values
         self._fill[slots] += 1
         token_ids = values[fields.TOKEN_ID].astype(np.int64).tolist()
@@ -203,10 +194,7 @@ class DecodeRun:
         """True if the scheduler could admit waiting work now, or if drafts are to be tried."""
         if self.speculation is not None and self.speculation.wanted(len(self._order)):
             return True
-        scheduler = self.scheduler
-        if not scheduler.waiting or len(scheduler.running) >= scheduler.max_num_seqs:
-            return False
-        return self.interrupted or self._freed >= self._refill_at
+        return can_admit(self.scheduler, arrived=self.interrupted, freed=self._freed >= self._refill_at)
 
     def _grow(self, order: np.ndarray, positions: np.ndarray) -> np.ndarray | None:
         """Give a block to every row that has filled its last one: (cell of the table, block) int64 [2, C], or None if
@@ -226,8 +214,7 @@ class DecodeRun:
     def _stage(self, order: np.ndarray, positions: np.ndarray, size: int, cells: np.ndarray) -> None:
         """Write the inputs of the step into the staging matrix of this turn."""
         count, block_size = len(order), self.kv.block_size
-        stage = self.decoder.buffers.staging(self._turn)
-        stage[: len(self._padding), count:size] = self._padding
+        stage = self.decoder.staging(self._turn, count, size)
         stage[fields.SOURCE, :count] = self._last_row[order]
         stage[fields.TOKEN, :count] = self._token[order]
         stage[fields.POSITION, :count] = positions
@@ -236,12 +223,6 @@ class DecodeRun:
         stage[fields.KEY_LOW : fields.KEY_HIGH + 1, :count] = self._keys[:, order]
         stage[fields.TABLE_ROW, :count] = order
         stage[fields.CELL_INDEX :, : cells.shape[1]] = cells
-
-    def _groups(self) -> DrawGroups:
-        """(how, first row, end) of each run of rows that draw alike."""
-        kinds = self._kind[self._order]
-        bounds = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(kinds)]
-        return [(self._samples[self._order[start]].prefix.sampling, start, end) for start, end in pairwise(bounds)]
 
     def _retire(self, slots: np.ndarray) -> None:
         """Take samples out of the batch and free their blocks; their last tokens may still be in flight."""

@@ -11,8 +11,6 @@ The number of rows is rounded up to a bucket. Padding rows feed token 0 at posit
 of one token: always finite, never read by others.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
@@ -48,21 +46,23 @@ class DecodeBuffers:
         table_width: blocks of the longest sequence.
         device: where the model is.
         depth: steps that may be in flight at once, plus the one being prepared.
+        seats: samples that run at once; a sample and its drafts have several rows, but one block table.
 
     Attributes:
         inputs: int64 [9, capacity], the fields above.
-        table: int32 [capacity + 1, table_width], block tables by slot; the last row is the null row of padding.
+        padding: int64 [7, 1], the input fields of a padding row (of the host).
+        table: int32 [seats + 1, table_width], block tables by slot; the last row is the null row of padding.
         tokens: int64 [capacity], what the last step sampled.
         results: float64 [3, capacity], token ids and both log-probs of the last step (float64 holds both exactly).
     """
 
-    def __init__(self, max_rows: int, table_width: int, device: torch.device, depth: int) -> None:
+    def __init__(self, max_rows: int, table_width: int, device: torch.device, depth: int, seats: int) -> None:
         capacity = -(-max_rows // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
         self.max_rows = max_rows
-        self.null_row = capacity
+        self.padding = np.array((-1, 0, 0, NULL_BLOCK, 0, 0, seats), dtype=np.int64)[:, None]
         self.device = device
         self.inputs = torch.zeros(_NUM_FIELDS, capacity, dtype=torch.int64, device=device)
-        self.table = torch.full((capacity + 1, table_width), NULL_BLOCK, dtype=torch.int32, device=device)
+        self.table = torch.full((seats + 1, table_width), NULL_BLOCK, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.results = torch.zeros(3, capacity, dtype=torch.float64, device=device)
         self.rows = torch.arange(capacity, dtype=torch.int64, device=device)
@@ -155,8 +155,3 @@ def draw_rows(buffers: DecodeBuffers, logits: torch.Tensor, sampling: SamplingPa
     buffers.tokens[rows].copy_(drawn.token_ids)
     for field, values in enumerate((drawn.token_ids, drawn.logprobs, drawn.temperature_logprobs)):
         buffers.results[field, rows].copy_(values)
-
-
-def padding_column(null_row: int) -> Sequence[int]:
-    """The seven input fields of a padding row."""
-    return (-1, 0, 0, NULL_BLOCK, 0, 0, null_row)

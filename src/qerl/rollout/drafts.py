@@ -67,7 +67,25 @@ class DraftIndex:
 
     def extend(self, number: int) -> None:
         """File the places of what the text has grown by."""
-        text, start = self._texts[number], self._filed[number]
+        self._file_from(number, self._filed[number])
+
+    def extend_by_last(self, number: int, count: int) -> None:
+        """As ``extend``, but leave out what lies before the last ``count`` tokens."""
+        self._file_from(number, max(self._filed[number], len(self._texts[number]) - count))
+
+    def num_unfiled(self, number: int) -> int:
+        """Tokens that a text has grown by since it was added or extended."""
+        return max(0, len(self._texts[number]) - self._filed[number])
+
+    def limit_keys(self, max_keys: int) -> None:
+        """Keep at most ``max_keys`` keys from now on. Where there are too many, the newest of them stay."""
+        self._half = max(1, max_keys // 2)
+        if len(self._newer) > self._half or len(self._older) > self._half:
+            kept = [*self._older.items(), *self._newer.items()][-self._half :]
+            self._older, self._newer = dict(kept), {}
+
+    def _file_from(self, number: int, start: int) -> None:
+        text = self._texts[number]
         for position in range(start, len(text)):
             for order in _ORDERS:
                 if order <= position:

@@ -6,7 +6,6 @@ engine knows nothing of tokenizers, adapters, noise or quantization: it sees a
 keys; only the pool's memory is kept (``reset`` lets go of it).
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,6 +19,7 @@ from qerl.rollout.config import EngineConfig, EngineStats
 from qerl.rollout.core import CompletionOutput, Runner, SamplingParams
 from qerl.rollout.decode_step import DecodeBuffers, bucket_sizes
 from qerl.rollout.decoder import Decoder
+from qerl.rollout.draft_log import DraftLog
 from qerl.rollout.graphs import CudaCapture, StepGraphs
 from qerl.rollout.history import CompletionHistory
 from qerl.rollout.kv_cache import KVCache, blocks_for_tokens, worst_case_blocks
@@ -34,8 +34,6 @@ __all__ = ["EngineConfig", "EngineStats", "Progress", "RolloutEngine"]
 
 Progress = Callable[[int, int, int], None]
 
-_log = logging.getLogger(__name__)
-
 
 class RolloutEngine:
     """Samples completions from a :class:`Runner` with continuous batching over a paged KV cache.
@@ -46,7 +44,8 @@ class RolloutEngine:
         config: limits; ``max_model_len`` may only lower the model's own limit.
 
     Raises:
-        ValueError: an EOS id is outside the vocabulary, or ``max_model_len`` exceeds ``runner.max_position``.
+        ValueError: an EOS id is outside the vocabulary, ``max_model_len`` exceeds ``runner.max_position``, or a
+            sequence has no room for ``speculative_tokens``.
     """
 
     def __init__(self, runner: Runner, eos_token_ids: Sequence[int], config: EngineConfig | None = None) -> None:
@@ -59,13 +58,18 @@ class RolloutEngine:
         self.max_model_len = self.config.max_model_len or runner.max_position
         if self.max_model_len > runner.max_position:
             raise ValueError(f"max_model_len={self.max_model_len} exceeds the model's {runner.max_position} positions")
+        if self.config.speculative_tokens >= self.max_model_len:
+            raise ValueError(
+                f"speculative_tokens={self.config.speculative_tokens} must be smaller than the "
+                f"{self.max_model_len} tokens that a sequence may have"
+            )
         self.pool = KVPool(runner, self.config)
         self.decoder: Decoder | None = None
         self.scheduler: Scheduler | None = None
         self.stats = EngineStats()
-        self.history = CompletionHistory(self.config.speculative_history if self.config.speculative_tokens else 0)
+        self.history = CompletionHistory(self.config.speculative_history)
         self._busy_with = ""
-        self._told_of_drafts = False
+        self._draft_log = DraftLog()
 
     @property
     def kv(self) -> KVCache | None:
@@ -123,20 +127,12 @@ class RolloutEngine:
         self.stats = EngineStats(len(prompts), len(prompts) * sampling.n, sum(map(len, prompts)))
         if not prompts:
             return []
-        config = self.config
-        worst = worst_case_blocks(
-            [len(p) for p in prompts], sampling.n, sampling.max_tokens, config.block_size, config.max_num_seqs
-        )
-        check_capacity(prompts, sampling, self.pool.plan(worst), config.block_size)
-        loop = self._start("generate", worst)
-        groups = [
-            self.group(
-                index, prompt, sampling, [sequence_key(sampling.seed, step, ids[index], i) for i in range(sampling.n)]
-            )
-            for index, prompt in enumerate(prompts)
-        ]
-        for group in groups:
-            loop.add(group)
+        loop = self._start_call(prompts, sampling)
+        groups = []
+        for index, prompt in enumerate(prompts):
+            keys = [sequence_key(sampling.seed, step, ids[index], i) for i in range(sampling.n)]
+            groups.append(self.group(index, prompt, sampling, keys))
+            loop.add(groups[-1])
         try:
             with self.computing():
                 self._run(loop, progress)
@@ -162,8 +158,8 @@ class RolloutEngine:
         """
         self._require_idle("open_session")
         self.stats = EngineStats()
-        full_length = blocks_for_tokens(self.max_model_len, self.config.block_size)
-        return EngineSession(self, self._start("a session", self.config.max_num_seqs * full_length))
+        worst = self.config.max_num_seqs * blocks_for_tokens(self.max_model_len, self.config.block_size)
+        return EngineSession(self, self._start("a session", self.pool.plan(worst), worst))
 
     def group(self, index: int, prompt: list[int], sampling: SamplingParams, keys: list[tuple[int, int]]) -> Prefix:
         """A group of a checked prompt with one sample for each key of a random stream (for sessions)."""
@@ -201,12 +197,26 @@ class RolloutEngine:
         """Called by the session when it closes."""
         self._finish()
 
-    def _start(self, name: str, worst_blocks: int) -> StepLoop:
-        """Give ``name`` a KV pool and an empty scheduler over it."""
-        if self.kv is not None and self.pool.plan(worst_blocks) != self.kv.num_blocks:
+    def _start_call(self, prompts: list[list[int]], sampling: SamplingParams) -> StepLoop:
+        """The loop of a ``generate`` call, once the pool is known to hold each of its prompts.
+
+        Raises:
+            RequestTooLongError: a prompt with its completion exceeds the KV cache.
+        """
+        config = self.config
+        worst = worst_case_blocks(
+            [len(p) for p in prompts], sampling.n, sampling.max_tokens, config.block_size, config.max_num_seqs
+        )
+        num_blocks = self.pool.plan(worst)
+        check_capacity(prompts, sampling, num_blocks, config.block_size)
+        return self._start("generate", num_blocks, worst)
+
+    def _start(self, name: str, num_blocks: int, worst_blocks: int) -> StepLoop:
+        """Give ``name`` a KV pool as planned for ``worst_blocks`` and an empty scheduler over it."""
+        if self.kv is not None and num_blocks != self.kv.num_blocks:
             # The pool moves, so graphs over it are void; their memory may be needed for the new one.
             self._drop_decoder()
-        kv = self.pool.allocate(worst_blocks)
+        kv = self.pool.allocate(num_blocks, worst_blocks)
         if self.decoder is None:
             self.decoder = self._make_decoder()
         config = self.config
@@ -246,6 +256,7 @@ class RolloutEngine:
                 blocks_for_tokens(self.max_model_len, config.block_size),
                 runner.device,
                 depth=look_ahead + 1,
+                seats=config.max_num_seqs,
             ),
             StepGraphs(capture, None if capture is None else capture.wait),
             bucket_sizes(config.max_rows) if cuda else None,
@@ -260,16 +271,8 @@ class RolloutEngine:
                 progress(loop.finished, self.stats.num_samples, self.stats.generated_tokens)
 
     def _finish(self) -> None:
-        stats = self.stats
-        if stats.drafted_tokens and not self._told_of_drafts:
-            self._told_of_drafts = True
-            _log.info(
-                "speculative decoding: %d of %d drafted tokens accepted in %d of %d decode steps",
-                stats.accepted_tokens,
-                stats.drafted_tokens,
-                stats.speculative_steps,
-                stats.decode_steps,
-            )
+        self._draft_log.count(self.stats)
+        self.pool.count_used(self.scheduler.allocator.peak_used)
         self.scheduler = None
         self._busy_with = ""
 

@@ -24,8 +24,15 @@ AUTO_CUDA_SHARE = 0.8
 _GROWTH = 1.25
 
 
+class NoMemoryForCacheError(ValueError):
+    """The KV cache was to size itself, and its share of the free memory holds no block."""
+
+
 class KVPool:
-    """Owner of the one KV cache of an engine (``kv``; None before the first use)."""
+    """Owner of the one KV cache of an engine (``kv``; None before the first use).
+
+    Free memory changes while a call starts, so a call plans once: what it checked is what it gets.
+    """
 
     def __init__(self, runner: Runner, config: EngineConfig) -> None:
         self.runner = runner
@@ -36,12 +43,14 @@ class KVPool:
             runner.num_layers, config.block_size, runner.num_kv_heads, runner.head_dim, self.dtype
         )
         self._made_for = 0
+        self._most_used = 0
 
     def plan(self, worst_blocks: int) -> int:
-        """Blocks that the pool would have for work that needs at most ``worst_blocks``.
+        """Blocks that the pool should have for work that needs at most ``worst_blocks``, by the memory free now.
 
         Raises:
             ValueError: the memory given holds no block.
+            NoMemoryForCacheError: no size was given, there is no pool yet, and the free memory holds no block.
         """
         if self.config.num_blocks is not None:
             return self.config.num_blocks
@@ -51,15 +60,23 @@ class KVPool:
         if self.kv is not None and worst_blocks <= max(self._made_for, held):
             return held
         wanted = max(worst_blocks, int(_GROWTH * held))
-        return max(held, min(wanted, blocks_in_memory(self._limit(), self.block_bytes)))
+        limit = self._limit()
+        num_blocks = max(held, min(wanted, limit // self.block_bytes - 1))
+        if num_blocks < 1:
+            raise NoMemoryForCacheError(
+                f"the KV cache may take {limit:,} bytes, its share of the free memory, but one block and the null "
+                f"block take {2 * self.block_bytes:,} bytes: free memory, or set the size of the cache "
+                "(memory_bytes or num_blocks; in training kv_cache_gb)"
+            )
+        return num_blocks
 
-    def allocate(self, worst_blocks: int) -> KVCache:
-        """The pool for work that needs at most ``worst_blocks``: the last one if it has the planned size."""
-        num_blocks = self.plan(worst_blocks)
+    def allocate(self, num_blocks: int, worst_blocks: int) -> KVCache:
+        """The pool of ``num_blocks``, as planned for work of at most ``worst_blocks``; the last one if it has that
+        size."""
         self._made_for = max(self._made_for, worst_blocks)
         if self.kv is None or self.kv.num_blocks != num_blocks:
             # The old pool goes first: two of them may not fit.
-            self.kv = None
+            self._drop()
             runner = self.runner
             self.kv = KVCache(
                 runner.num_layers,
@@ -84,9 +101,13 @@ class KVPool:
             _readable(kv.bytes), " (taken as it fills)" if on_cpu else "", kv.num_blocks, kv.block_size, bounded,
         )  # fmt: skip
 
+    def count_used(self, num_blocks: int) -> None:
+        """So many blocks were in use at once since the last count."""
+        self._most_used = max(self._most_used, num_blocks)
+
     def release(self) -> None:
         """Free the memory; the next call allocates it again."""
-        self.kv = None
+        self._drop()
         self._made_for = 0
 
     def discard_contents(self) -> None:
@@ -102,9 +123,16 @@ class KVPool:
             kv.v.zero_()
             self.kv, self._made_for = kv, made_for
 
+    def _drop(self) -> None:
+        self.kv = None
+        self._most_used = 0
+
     def _limit(self) -> int:
+        """Bytes of a new pool at most; what the present one has taken counts as free, since it goes first."""
         if self.runner.device.type != "cuda":
-            return min(AUTO_CPU_BYTES, int(AUTO_CPU_SHARE * available_bytes()))
+            # The system gives memory as it is written, and blocks are handed out from the first one on.
+            held = 0 if self.kv is None else (self._most_used + 1) * self.block_bytes
+            return min(AUTO_CPU_BYTES, int(AUTO_CPU_SHARE * (available_bytes() + held)))
         # What torch keeps for reuse counts as free: it gives it back when the pool is allocated.
         device = self.runner.device
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -37,8 +37,11 @@ _MARGIN = 1.05
 _WINDOW = 64
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 1024
 _NO_STEPS = (0, 0.0, 0, 0.0)
-# Keys of all indexes of a run together.
-_MAX_KEYS = 1 << 18
+# Keys of all indexes of a run together; those of one group at least.
+_MAX_KEYS, _FEWEST_KEYS = 1 << 18, 1 << 12
+# Keys for each token that is read at once when drafting begins. A token has up to three, and an index that is full
+# drops half of them; and reading takes some 6 microseconds a token, in which no step runs.
+_KEYS_A_TOKEN = 6
 
 
 @dataclass(slots=True)
@@ -81,7 +84,6 @@ class Speculation:
         self.drafted = self.accepted = self.steps = 0
         self._max_drafts = config.speculative_tokens
         self._max_batch = config.speculative_max_batch
-        self._max_keys = max(1, _MAX_KEYS // self._max_batch)
         self._cost_points = _CUDA_COST if cuda else _CPU_COST
         self._host = _CUDA_HOST if cuda else _CPU_HOST
         self._size_of = size_of
@@ -101,16 +103,24 @@ class Speculation:
         self._pause = max(0, self._pause - 1)
 
     def follow(self, samples: Sequence[Sample]) -> None:
-        """Read the groups of ``samples``, which run now, up to their last tokens; forget other groups."""
+        """Read the groups of ``samples``, which run now, up to their last tokens; forget other groups.
+
+        Of long texts only the last tokens are read: those of the samples, as many of each; where there is room for
+        more, those of the prompt, and completions of earlier calls.
+        """
         groups = dict.fromkeys(sample.prefix for sample in samples)
         self._indexes = {group: entry for group, entry in self._indexes.items() if group in groups}
+        max_keys = max(_FEWEST_KEYS, _MAX_KEYS // len(groups))
         for group in groups:
             if group in self._indexes:
                 index, first = self._indexes[group]
-                for sample in group.samples:
-                    index.extend(first + sample.sample_index)
+                index.limit_keys(max_keys)
+                numbers = [first + sample.sample_index for sample in group.samples]
+                shares = _shares([index.num_unfiled(number) for number in numbers], max_keys // _KEYS_A_TOKEN)
+                for number, share in zip(numbers, shares, strict=True):
+                    index.extend_by_last(number, share)
             else:
-                self._indexes[group] = self._read(group)
+                self._indexes[group] = self._read(group, max_keys)
 
     def extend(self, sample: Sample) -> None:
         """``sample`` has grown."""
@@ -158,16 +168,21 @@ class Speculation:
         # The next try begins without prejudice: what was counted belongs to text of long ago by then.
         self._trials.clear()
 
-    def _read(self, group: Prefix) -> tuple[DraftIndex, int]:
-        """An index of everything known of a group, and the number of its first sample."""
-        index, prompt = DraftIndex(self._max_keys), group.token_ids
+    def _read(self, group: Prefix, max_keys: int) -> tuple[DraftIndex, int]:
+        """An index of what is known of a group, and the number of its first sample."""
+        index, prompt = DraftIndex(max_keys), group.token_ids
+        room = max_keys // _KEYS_A_TOKEN
+        shares = _shares([len(sample.token_ids) - len(prompt) for sample in group.samples], room)
+        room -= sum(shares)
+        of_prompt = min(len(prompt), room)
         before = prompt[-MAX_MATCH:]
-        earlier = self._history.of(prompt, self._max_keys // 2)
+        # What was written last is added last, as it is to stay longest.
+        earlier = self._history.of(prompt, room - of_prompt)
         for completion in earlier:
             index.add(before + completion, len(before))
-        index.add(prompt, 0)
-        for sample in group.samples:
-            index.add(sample.token_ids, len(prompt))
+        index.add(prompt, len(prompt) - of_prompt)
+        for sample, share in zip(group.samples, shares, strict=True):
+            index.add(sample.token_ids, len(sample.token_ids) - share)
         return index, len(earlier) + 1
 
     def _propose(self, sample: Sample) -> Draft:
@@ -201,3 +216,12 @@ class Speculation:
         size, points = self._size_of(rows), self._cost_points
         low, high = next((pair for pair in pairwise(points) if size <= pair[1][0]), points[-2:])
         return low[1] + (size - low[0]) * (high[1] - low[1]) / (high[0] - low[0])
+
+
+def _shares(wanted: Sequence[int], room: int) -> list[int]:
+    """``room`` divided among those who want it: as much for each, and what one leaves for the others."""
+    shares = [0] * len(wanted)
+    for left, i in zip(range(len(wanted), 0, -1), sorted(range(len(wanted)), key=lambda i: wanted[i]), strict=True):
+        shares[i] = min(wanted[i], room // left)
+        room -= shares[i]
+    return shares

@@ -18,14 +18,11 @@ costs (see ``speculation.py``).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 
 from qerl.rollout import decode_step as fields
-from qerl.rollout.core import NonFiniteLogitsError
-from qerl.rollout.decode_step import padding_column
-from qerl.rollout.decoder import Decoder, DrawGroups
+from qerl.rollout.decoder import Decoder, DrawOrder, can_admit, check_finite
 from qerl.rollout.drafts import Draft
 from qerl.rollout.drawn import DrawnTokens
 from qerl.rollout.kv_cache import NULL_BLOCK, KVCache, blocks_for_tokens
@@ -35,10 +32,11 @@ from qerl.rollout.speculation import Speculation
 
 @dataclass(frozen=True, slots=True)
 class _Seat:
-    """A running sample and its row of the block tables."""
+    """A running sample, its row of the block tables, and the kind of its draws (see ``DrawOrder``)."""
 
     slot: int
     sample: Sample
+    kind: int
 
 
 class SpeculativeRun:
@@ -56,7 +54,7 @@ class SpeculativeRun:
         self.speculation = speculation
         self.active = False
         self.interrupted = False
-        self._padding = np.array(padding_column(decoder.buffers.null_row), dtype=np.int64)[:, None]
+        self._draws = DrawOrder.of([])
         self._seats: list[_Seat] = []
         self._flying: list[tuple[_Seat, Draft]] = []
         self._turn = 0
@@ -69,12 +67,11 @@ class SpeculativeRun:
 
     def enter(self, step: ScheduledStep) -> None:
         """Take over the samples of ``step``, whose blocks are reserved and whose copies are made."""
-        samples: list[Sample] = [chunk.owner for chunk in step.chunks]
-        # Rows that draw alike lie together, so that they can be sampled together.
-        kinds = list(dict.fromkeys(sample.prefix.sampling.distribution for sample in samples))
-        samples.sort(key=lambda sample: kinds.index(sample.prefix.sampling.distribution))
+        self._draws = DrawOrder.of(step.chunks)
+        samples: list[Sample] = [chunk.owner for chunk in self._draws.chunks]
         self.active, self.interrupted, self._freed = True, False, False
-        self._seats = [_Seat(slot, sample) for slot, sample in enumerate(samples)]
+        kinds = self._draws.kinds.tolist()
+        self._seats = [_Seat(slot, sample, kinds[slot]) for slot, sample in enumerate(samples)]
         buffers = self.decoder.buffers
         table = np.full(tuple(buffers.table.shape), NULL_BLOCK, dtype=np.int32)
         for slot, sample in enumerate(samples):
@@ -97,7 +94,8 @@ class SpeculativeRun:
         self._stage(rows, size, cells)
         decoder.buffers.upload(self._turn, len(cells))
         longest = max(len(seat.sample.token_ids) + len(draft.token_ids) for seat, draft in self._flying)
-        decoder.run(self.kv, size, longest, self._groups())
+        kinds = [seat.kind for seat, draft in self._flying for _ in range(1 + len(draft.token_ids))]
+        decoder.run(self.kv, size, longest, self._draws.groups(np.array(kinds, dtype=np.int64)))
         decoder.buffers.send_back(self._turn)
         return rows
 
@@ -111,9 +109,7 @@ class SpeculativeRun:
         rows = sum(1 + len(draft.token_ids) for _, draft in flying)
         values = self.decoder.buffers.read(self._turn)[:, :rows]
         self._turn += 1
-        bad = np.flatnonzero(~np.isfinite(values[fields.TEMPERATURE_LOGPROB]))
-        if len(bad):
-            raise NonFiniteLogitsError.of_rows(bad.tolist(), rows)
+        check_finite(values)
         columns = [*zip(*values.tolist(), strict=True)]
         drawn = DrawnTokens([], [], [], [])
         row = 0
@@ -138,11 +134,9 @@ class SpeculativeRun:
 
     def _has_to_leave(self) -> bool:
         """True if the scheduler could admit waiting work now, or if drafts do not pay."""
-        scheduler = self.scheduler
         if not self.speculation.wanted(len(self._seats)):
             return True
-        waits = bool(scheduler.waiting) and len(scheduler.running) < scheduler.max_num_seqs
-        return waits and (self.interrupted or self._freed)
+        return can_admit(self.scheduler, arrived=self.interrupted, freed=self._freed)
 
     def _grow(self) -> list[tuple[int, int]] | None:
         """Give a block to every sample whose next token needs one: (cell of the tables, block) each, or None if there
@@ -184,21 +178,10 @@ class SpeculativeRun:
             for position, token in enumerate((sample.token_ids[-1], *draft.token_ids), start=first):
                 slot = sample.blocks[position // block_size] * block_size + position % block_size
                 inputs.append((-1, token, position, slot, *sample.key, seat.slot))
-        stage = self.decoder.buffers.staging(self._turn)
+        stage = self.decoder.staging(self._turn, rows, size)
         stage[: fields.CELL_INDEX, :rows] = np.array(inputs, dtype=np.int64).T
-        stage[: fields.CELL_INDEX, rows:size] = self._padding
         if cells:
             stage[fields.CELL_INDEX :, : len(cells)] = np.array(cells, dtype=np.int64).T
-
-    def _groups(self) -> DrawGroups:
-        """(how, first row, end) of each run of rows that draw alike."""
-        groups, start = [], 0
-        for _, members in groupby(self._flying, key=lambda entry: entry[0].sample.prefix.sampling.distribution):
-            entries = list(members)
-            end = start + sum(1 + len(draft.token_ids) for _, draft in entries)
-            groups.append((entries[0][0].sample.prefix.sampling, start, end))
-            start = end
-        return groups
 
     def _take(
         self, sample: Sample, draft: Draft, rows: Sequence[tuple[float, float, float]], drawn: DrawnTokens

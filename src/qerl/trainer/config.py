@@ -15,6 +15,7 @@ import torch
 from trl import GRPOConfig
 
 from qerl.rl.schedule import SCHEDULES, NoiseSchedule
+from qerl.rollout.config import MAX_SPECULATIVE_TOKENS
 
 ROLLOUT_BACKENDS = ("auto", "engine", "transformers")
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
@@ -242,6 +243,13 @@ class QeRLConfig(GRPOConfig):
         for name in ("speculative_tokens", "speculative_history"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 0")
+        if self.speculative_tokens > MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(f"speculative_tokens={self.speculative_tokens} must be at most {MAX_SPECULATIVE_TOKENS}")
+        if self.speculative_history and not self.speculative_tokens:
+            raise ConfigError(
+                f"speculative_history={self.speculative_history} keeps completions to guess from, but "
+                "speculative_tokens=0 guesses nothing: set speculative_tokens, or leave speculative_history at 0"
+            )
         if self.speculative_tokens and self.rollout_backend == "transformers":
             raise ConfigError(
                 f"speculative_tokens={self.speculative_tokens} needs the engine: set rollout_backend to auto or engine"
