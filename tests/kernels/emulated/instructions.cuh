@@ -26,8 +26,6 @@ struct ThreadState {
     std::vector<Store> stores;      // not seen by others yet
     int committed = 0;              // groups of products
     bool fenced = false, after_predecessors = false;
-    const int* polled = nullptr;
-    unsigned atomics_seen = 0;
 };
 struct WarpState {
     int commits = 0;  // of all lanes
@@ -54,7 +52,8 @@ struct Map {  // what the test puts in place of a tensor map
     long rows, columns, box_rows;
 };
 struct Landing {
-    int due, rank;
+    unsigned due;
+    int rank;
     uint32_t to, bar;
     std::vector<const unsigned char*> rows;  // null: zeros
     int row_bytes, present, bytes;           // bytes of a row, those of it that are in memory, of all rows
@@ -67,8 +66,9 @@ struct Span {
 };
 struct Outside {  // of the blocks
     std::vector<Landing> landings;
-    int longest, elected, predecessors_end;  // longest time of a copy; which lane elect.sync chooses; round
-    unsigned predecessors = 0, atomics = 0;  // whether they have ended; how many there have been
+    int longest, elected;           // longest time of a copy; which lane elect.sync chooses
+    unsigned predecessors_end;      // round
+    unsigned predecessors = 0;               // whether they have ended
     std::vector<unsigned char> hidden_x;
     Span x, tiles;
 };
@@ -106,14 +106,14 @@ inline void mbarrier_arrive_expect_tx_shared_cta_b64(uint32_t address, int bytes
 }
 inline void mbarrier_try_wait_parity_shared_cta_b64(uint32_t address, int parity) {
     const MemoryBarrier& barrier = barrier_at(address);
-    while ((int)(barrier.phase & 1) == parity) wait_for_change(barrier.phase, barrier.phase);
+    while ((int)(barrier.phase & 1) == parity) wait_for_change(barrier.phase, barrier.phase, parity ? "parity 1" : "parity 0");
 }
 inline void bar_sync(int index, unsigned threads) {
     auto& barrier = this_block().named[index];
     if (barrier.arrived >= threads) fail("a barrier of warps for other numbers of threads at once");
     const unsigned phase = barrier.phase;
     if (++barrier.arrived == threads) barrier.arrived = 0, barrier.phase++;
-    wait_for_change(barrier.phase, phase);
+    wait_for_change(barrier.phase, phase, "other warps");
 }
 inline void barrier_cluster_arrive_aligned() {
     cluster_arrive();
@@ -246,13 +246,14 @@ WGMMA(256)
 
 // One product of a whole warp, the `index`-th of those that have not ended.
 void end_product(Fiber* lanes, int index);
-// The groups of products before `last`.
+// The groups of products before `last` of a whole warpgroup.
 inline void end_products(int last) {
-    Fiber* lanes = machine.current - this_lane();
-    for (auto& products = lanes->products; !products.empty() && products[0].group < last;) {
-        end_product(lanes, 0);
-        for (int lane = 0; lane < 32; lane++) lanes[lane].products.erase(lanes[lane].products.begin());
-    }
+    Fiber* const group = machine.current - machine.current->thread % 128;
+    for (Fiber* lanes = group; lanes < group + 128; lanes += 32)
+        while (!lanes->products.empty() && lanes->products[0].group < last) {
+            end_product(lanes, 0);
+            for (int lane = 0; lane < 32; lane++) lanes[lane].products.erase(lanes[lane].products.begin());
+        }
 }
 inline void wgmma_wait_group_sync_aligned(int pending) {
     Fiber& fiber = *machine.current;
@@ -260,8 +261,8 @@ inline void wgmma_wait_group_sync_aligned(int pending) {
     const int last = fiber.committed - pending, first_warp = fiber.thread / 128 * 4;
     __syncwarp();
     for (int warp = first_warp; warp < first_warp + 4; warp++)
-        while (block.warps[warp].commits / 32 < last) wait_for_change(block.commit_events, block.commit_events);
-    end_products(last);  // by the first lane that comes here
+        while (block.warps[warp].commits / 32 < last) wait_for_change(block.commit_events, block.commit_events, "products");
+    end_products(last);  // by the first that comes here: the four tensor cores share what they read
 }
 
 // ---- the rest
@@ -306,19 +307,18 @@ inline void mov_u32(int& cluster_rank) {
     cluster_rank = machine.current->rank % machine.cluster_size;
 }
 inline void griddepcontrol_wait() {
-    wait_for_change(outside.predecessors, 0);
+    wait_for_change(outside.predecessors, 0, "predecessors");
     machine.current->after_predecessors = true;
 }
 inline int atomicAdd(int* counter, int value) {
     need_predecessors("an atomic operation");
     const int before = *counter;
-    *counter += value, outside.atomics++;
+    *counter += value;
     return before;
 }
 inline void ld_acquire_gpu_global_s32(int& found, const int* counter) {
     need_predecessors("a read of a counter");
-    if (machine.current->polled == counter) wait_for_change(outside.atomics, machine.current->atomics_seen);
-    machine.current->polled = counter, machine.current->atomics_seen = outside.atomics;
+    wait_to_poll();
     found = *counter;
 }
 inline void __stcg(float4* to, float4 value) {

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -67,6 +68,7 @@ inline float __uint_as_float(uint32_t bits) {
 struct Wait {
     const unsigned* word = nullptr;
     unsigned value = 0;
+    const char* what = "";
     bool over() const { return !word || *word != value; }
 };
 struct Barrier {
@@ -80,7 +82,7 @@ struct Barrier {
 struct Warp : WarpState {
     Barrier barrier{32};
     uint32_t words[2][32][6];
-    int asleep_until = 0;
+    unsigned asleep_until = 0;
 };
 struct Block : BlockState {
     unsigned char* shared;
@@ -95,13 +97,14 @@ struct Fiber : ThreadState {
     unsigned exchanges = 0, cluster_phase = 0;
     Wait wait;
 };
+constexpr unsigned NEVER = ~0u;
 constexpr int STACK_BYTES = 1 << 16, SHARED_BASE = 0x380;  // no more aligned than __align__(128) promises
 struct Machine {
     std::vector<Block> blocks;
     std::vector<Fiber> fibers;
     std::vector<Barrier> clusters;
     int first_block, row, threads, cluster_size, shared_bytes;
-    int round;  // the time
+    unsigned round;  // the time
     std::vector<unsigned char> shared;
     char* stacks = nullptr;
     size_t stack_count = 0;
@@ -109,9 +112,9 @@ struct Machine {
     jmp_buf scheduler;
     std::string problem;
     std::function<void()> body;
-    // What happens by itself as time goes by, whether anything did; and when the next such thing is due, -1: never.
+    // What happens by itself as time goes by, whether anything did; and when the next such thing is due.
     std::function<bool()> elapse = [] { return false; };
-    std::function<int()> due = [] { return -1; };
+    std::function<unsigned()> due = [] { return NEVER; };
     uint64_t seed;
     unsigned below(unsigned n) {  // random
         seed ^= seed << 13, seed ^= seed >> 7, seed ^= seed << 17;
@@ -137,14 +140,18 @@ struct Index {
 inline __attribute__((noinline)) void switch_fiber() {
     if (!_setjmp(machine.current->resume)) _longjmp(machine.scheduler, 1);
 }
-inline void wait_for_change(const unsigned& word, unsigned value) {
+inline void wait_for_change(const unsigned& word, unsigned value, const char* what) {
     if (word != value) return;
-    machine.current->wait = {&word, value};
+    machine.current->wait = {&word, value, what};
     switch_fiber();
     machine.current->wait.word = nullptr;
 }
+// For a while, before it looks at a place in memory again.
+inline void wait_to_poll() {
+    wait_for_change(machine.round, machine.round, "a counter");
+}
 inline void wait_for(const Barrier& barrier, unsigned phase) {
-    wait_for_change(barrier.phase, phase);
+    wait_for_change(barrier.phase, phase, "other threads");
 }
 inline Block& this_block() {
     return machine.blocks[machine.current->rank];
@@ -269,13 +276,15 @@ inline bool run_warp(int block, int warp) {
         for (int i = 0; i < 32; i++) {
             Fiber& fiber = machine.fibers[first + (i + turn) % 32];
             if (fiber.done || !fiber.wait.over()) continue;
-            any = true, machine.current = &fiber;
+            const bool polled = fiber.wait.word == &machine.round;
+            machine.current = &fiber;
             if (!_setjmp(machine.scheduler)) {
                 if (fiber.started) _longjmp(fiber.resume, 1);
                 fiber.started = true;
                 setcontext(&fiber.start);
             }
             if (!machine.problem.empty()) return true;
+            any |= !polled || fiber.wait.word != &machine.round;
         }
         if (!any) break;
         moved = true;
@@ -320,13 +329,26 @@ inline void prepare(int blocks, int threads, int shared_bytes, int cluster_size)
 }
 // Nobody can run: go to the time when a warp wakes up or something happens. Whether there is one.
 inline bool skip_time() {
-    int next = machine.due();
+    unsigned next = machine.due();
     for (const Block& block : machine.blocks)
         for (const Warp& warp : block.warps)
-            if (warp.asleep_until > machine.round && (next < 0 || warp.asleep_until < next)) next = warp.asleep_until;
-    if (next < 0) return false;
+            if (warp.asleep_until > machine.round) next = min(next, warp.asleep_until);
+    if (next == NEVER) return false;
     machine.round = max(machine.round, next - 1);
     return true;
+}
+// What each warp waits for.
+inline std::string who_waits() {
+    std::map<std::string, std::string> warps;
+    for (const Fiber& fiber : machine.fibers) {
+        std::string& list = warps[fiber.done ? "" : fiber.wait.what];
+        const std::string name = " " + std::to_string(fiber.rank) + "." + std::to_string(fiber.thread / 32);
+        if (list.size() < name.size() || list.compare(list.size() - name.size(), name.size(), name)) list += name;
+    }
+    std::string text;
+    for (const auto& [what, list] : warps)
+        if (!what.empty()) text += " for " + what + " wait (block.warp)" + list + ";";
+    return text;
 }
 // Runs machine.body in every thread of blocks that are resident together. Null, or what went wrong.
 inline const char* run(int blocks, int threads, int shared_bytes, int cluster_size, unsigned seed) {
@@ -352,13 +374,10 @@ inline const char* run(int blocks, int threads, int shared_bytes, int cluster_si
             if (machine.below(100) == 0) warp.asleep_until = machine.round + machine.below(longest_sleep);
         }
         if (moved) continue;
-        const auto waits = [](const Fiber& fiber) { return !fiber.done; };
-        const auto first = std::find_if(machine.fibers.begin(), machine.fibers.end(), waits);
-        if (first == machine.fibers.end()) return nullptr;
+        if (std::all_of(machine.fibers.begin(), machine.fibers.end(), [](const Fiber& f) { return f.done; }))
+            return nullptr;
         if (skip_time()) continue;
-        machine.problem = "deadlock: " + std::to_string(std::count_if(first, machine.fibers.end(), waits)) +
-                          " threads wait, the first of them block " + std::to_string(first->rank) + ", thread " +
-                          std::to_string(first->thread);
+        machine.problem = "deadlock:" + who_waits();
         return machine.problem.c_str();
     }
 }

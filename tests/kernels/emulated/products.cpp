@@ -54,10 +54,9 @@ static bool elapse() {
     }
     return any;
 }
-static int next_due() {
-    int next = outside.predecessors ? -1 : outside.predecessors_end;
-    for (const Landing& copy : outside.landings)
-        if (next < 0 || copy.due < next) next = copy.due;
+static unsigned next_due() {
+    unsigned next = outside.predecessors ? NEVER : outside.predecessors_end;
+    for (const Landing& copy : outside.landings) next = min(next, copy.due);
     return next;
 }
 // What must hold when all threads have ended.
