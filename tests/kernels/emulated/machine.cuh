@@ -94,7 +94,7 @@ struct Fiber : ThreadState {
     jmp_buf resume;
     bool started = false, done = false;
     int rank, thread;  // the block's index among those that run together, and the thread's inside the block
-    unsigned exchanges = 0, cluster_phase = 0;
+    unsigned exchanges = 0, cluster_phase = 0, meetings = 0;  // meetings: barriers that it came to
     Wait wait;
 };
 constexpr unsigned NEVER = ~0u;
@@ -151,6 +151,7 @@ inline void wait_to_poll() {
     wait_for_change(machine.round, machine.round, "a counter");
 }
 inline void wait_for(const Barrier& barrier, unsigned phase) {
+    machine.current->meetings++;
     wait_for_change(barrier.phase, phase, "other threads");
 }
 inline Block& this_block() {
@@ -277,6 +278,7 @@ inline bool run_warp(int block, int warp) {
             Fiber& fiber = machine.fibers[first + (i + turn) % 32];
             if (fiber.done || !fiber.wait.over()) continue;
             const bool polled = fiber.wait.word == &machine.round;
+            const unsigned meetings = fiber.meetings;
             machine.current = &fiber;
             if (!_setjmp(machine.scheduler)) {
                 if (fiber.started) _longjmp(fiber.resume, 1);
@@ -284,7 +286,7 @@ inline bool run_warp(int block, int warp) {
                 setcontext(&fiber.start);
             }
             if (!machine.problem.empty()) return true;
-            any |= !polled || fiber.wait.word != &machine.round;
+            any |= !polled || fiber.wait.word != &machine.round || fiber.meetings != meetings;
         }
         if (!any) break;
         moved = true;
