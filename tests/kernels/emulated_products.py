@@ -18,9 +18,10 @@ _COUNTERS = hopper.COUNTERS + hopper.LORA_COUNTERS
 
 
 def build_products(folder: Path, *units: str, sources: Path = SOURCES) -> ctypes.CDLL:
-    """A library of the entry points in these ``.cu`` files."""
-    files = [*(sources / name for name in (*HEADERS, *units)), EMULATED / "instructions.cuh", EMULATED / "products.cpp"]
-    library = build(folder, files, [*units, "products.cpp"], before="instructions.cuh")
+    """A library of the entry points in these ``.cu`` files, and of one many-row kernel with an fp32 result."""
+    ours = ("instructions.cuh", "products.cpp", "wide.cu")
+    files = [*(sources / name for name in (*HEADERS, *units)), *(EMULATED / name for name in ours)]
+    library = build(folder, files, [*units, *ours[1:]], before="instructions.cuh")
     library.emulate.restype = ctypes.c_char_p
     return library
 

@@ -26,7 +26,17 @@ def build(folder: Path, sources: Iterable[Path], units: list[str], before: str |
         pytest.skip("needs g++")
     for source in (*sources, EMULATED / "machine.cuh"):
         (folder / source.name).write_text(readable(source.read_text()))
-    options = ["-std=c++17", "-O1", "-w", "-Wno-psabi", "-fPIC", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing", "-x", "c++"]
+    options = [
+        "-std=c++17",
+        "-O1",
+        "-w",
+        "-Wno-psabi",
+        "-fPIC",
+        "-U_FORTIFY_SOURCE",
+        "-fno-strict-aliasing",
+        "-x",
+        "c++",
+    ]
     options += ["-include", before] if before else []
     jobs = [
         subprocess.Popen([compiler, *options, "-c", unit, "-o", f"{unit}.o"], cwd=folder, stderr=subprocess.PIPE)

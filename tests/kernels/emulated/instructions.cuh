@@ -66,9 +66,9 @@ struct Span {
 };
 struct Outside {  // of the blocks
     std::vector<Landing> landings;
-    int longest, elected;           // longest time of a copy; which lane elect.sync chooses
-    unsigned predecessors_end;      // round
-    unsigned predecessors = 0;               // whether they have ended
+    int longest, elected;       // longest time of a copy; which lane elect.sync chooses
+    unsigned predecessors_end;  // round
+    unsigned predecessors = 0;  // whether they have ended
     std::vector<unsigned char> hidden_x;
     Span x, tiles;
 };
@@ -106,7 +106,8 @@ inline void mbarrier_arrive_expect_tx_shared_cta_b64(uint32_t address, int bytes
 }
 inline void mbarrier_try_wait_parity_shared_cta_b64(uint32_t address, int parity) {
     const MemoryBarrier& barrier = barrier_at(address);
-    while ((int)(barrier.phase & 1) == parity) wait_for_change(barrier.phase, barrier.phase, parity ? "parity 1" : "parity 0");
+    while ((int)(barrier.phase & 1) == parity)
+        wait_for_change(barrier.phase, barrier.phase, parity ? "parity 1" : "parity 0");
 }
 inline void bar_sync(int index, unsigned threads) {
     auto& barrier = this_block().named[index];
@@ -183,18 +184,23 @@ inline void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(uint3
                                                                            uint32_t bar) {
     bulk_copy(to, from, bytes, bar);
 }
-inline void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes_L2_cache_hint(
-    uint32_t to, const void* from, int bytes, uint32_t bar, uint64_t) {
+inline void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes_L2_cache_hint(uint32_t to, const void* from,
+                                                                                         int bytes, uint32_t bar,
+                                                                                         uint64_t) {
     bulk_copy(to, from, bytes, bar);
 }
-inline void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes_multicast_cluster(
-    uint32_t to, const void* from, int bytes, uint32_t bar, int mask) {
+inline void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes_multicast_cluster(uint32_t to,
+                                                                                             const void* from,
+                                                                                             int bytes, uint32_t bar,
+                                                                                             int mask) {
     const int first = machine.current->rank / machine.cluster_size * machine.cluster_size;
     for (int i = 0; i < machine.cluster_size; i++)
         if (mask >> i & 1) bulk_copy(address_in(to, first + i), from, bytes, address_in(bar, first + i));
 }
-inline void cp_async_bulk_tensor_2d_shared_cluster_global_tile_mbarrier_complete_tx_bytes(
-    uint32_t to, const void* tensor_map, int column, int row, uint32_t bar) {
+inline void cp_async_bulk_tensor_2d_shared_cluster_global_tile_mbarrier_complete_tx_bytes(uint32_t to,
+                                                                                          const void* tensor_map,
+                                                                                          int column, int row,
+                                                                                          uint32_t bar) {
     need_predecessors("a tensor copy");
     const Map& map = *(const Map*)tensor_map;
     const int present = max(0L, min(128L, (map.columns - column) * 2));
@@ -228,16 +234,16 @@ inline void begin_product(float* const (&sums)[COUNT], const uint32_t* const (&f
     std::copy(fragment[0], fragment[0] + 4, product.held);
     fiber.products.push_back(product);
 }
-#define WGMMA(N)                                                                                                  \
-    template <class... Operands>                                                                                  \
-    inline void wgmma_mma_async_sync_aligned_m64n##N##k16_f32_bf16_bf16(Operands&... operands) {                   \
-        static_assert(sizeof...(operands) == N / 2 + 5, "");                                                      \
-        const void* const list[] = {&operands...};                                                                \
-        float* sums[N / 2];                                                                                       \
-        const uint32_t* fragment[4];                                                                              \
-        for (int i = 0; i < N / 2; i++) sums[i] = (float*)list[i];                                                \
-        for (int i = 0; i < 4; i++) fragment[i] = (const uint32_t*)list[N / 2 + i];                               \
-        begin_product(sums, fragment, *(const uint64_t*)list[N / 2 + 4]);                                         \
+#define WGMMA(N)                                                                                 \
+    template <class... Operands>                                                                 \
+    inline void wgmma_mma_async_sync_aligned_m64n##N##k16_f32_bf16_bf16(Operands&... operands) { \
+        static_assert(sizeof...(operands) == N / 2 + 5, "");                                     \
+        const void* const list[] = {&operands...};                                               \
+        float* sums[N / 2];                                                                      \
+        const uint32_t* fragment[4];                                                             \
+        for (int i = 0; i < N / 2; i++) sums[i] = (float*)list[i];                               \
+        for (int i = 0; i < 4; i++) fragment[i] = (const uint32_t*)list[N / 2 + i];              \
+        begin_product(sums, fragment, *(const uint64_t*)list[N / 2 + 4]);                        \
     }
 WGMMA(16)
 WGMMA(32)
@@ -262,7 +268,8 @@ inline void wgmma_wait_group_sync_aligned(int pending) {
     const int last = fiber.committed - pending, first_warp = fiber.thread / 128 * 4;
     __syncwarp();
     for (int warp = first_warp; warp < first_warp + 4; warp++)
-        while (block.warps[warp].commits / 32 < last) wait_for_change(block.commit_events, block.commit_events, "products");
+        while (block.warps[warp].commits / 32 < last)
+            wait_for_change(block.commit_events, block.commit_events, "products");
     end_products(last);  // by the first that comes here: the four tensor cores share what they read
 }
 

@@ -373,7 +373,9 @@ inline const char* run(int blocks, int threads, int shared_bytes, int cluster_si
             if (!run_warp(at / warps, at % warps)) continue;
             if (!machine.problem.empty()) return machine.problem.c_str();
             moved = true;
-            if (machine.below(100) == 0) warp.asleep_until = machine.round + machine.below(longest_sleep);
+            if (machine.below(100)) continue;
+            const unsigned longest = machine.below(8) ? longest_sleep : 20 * longest_sleep;
+            warp.asleep_until = machine.round + machine.below(longest);
         }
         if (moved) continue;
         if (std::all_of(machine.fibers.begin(), machine.fibers.end(), [](const Fiber& f) { return f.done; }))

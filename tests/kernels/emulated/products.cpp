@@ -8,18 +8,18 @@ struct TensorMap {
     alignas(64) unsigned char opaque[128];
 };
 
-void end_product(Fiber* lanes, int index) {
+__attribute__((optimize("O3"))) void end_product(Fiber* lanes, int index) {
     const Product& first = lanes->products[index];
     const int rank = lanes->rank;
     const uint32_t base = (first.descriptor & 0x3fff) << 4;
-    float a[16][16];
+    float a[16][16];  // [k][row]
     for (int lane = 0; lane < 32; lane++) {
         const Product& product = lanes[lane].products.at(index);
         if (product.descriptor != first.descriptor) fail("lanes that disagree about a product");
         for (int i = 0; i < 4; i++) {
             if (product.fragment[i] != product.held[i]) fail("a register changed while a product reads it");
             for (int half = 0; half < 2; half++)
-                a[lane / 4 + i % 2 * 8][lane % 4 * 2 + i / 2 * 8 + half] = widened<false>(product.held[i] >> 16 * half);
+                a[lane % 4 * 2 + i / 2 * 8 + half][lane / 4 + i % 2 * 8] = widened<false>(product.held[i] >> 16 * half);
         }
     }
     for (int token = 0; token < first.blocks * 8; token++) {
@@ -29,11 +29,12 @@ void end_product(Fiber* lanes, int index) {
             const unsigned char* units = place_of_address(address_in(address, rank), 16);
             for (int i = 0; i < 8; i++) b[k + i] = widened<false>(units[2 * i] | units[2 * i + 1] << 8);
         }
+        float sums[16] = {};
+        for (int k = 0; k < 16; k++)
+            for (int row = 0; row < 16; row++) sums[row] += a[k][row] * b[k];
         for (int row = 0; row < 16; row++) {
-            float sum = 0;
-            for (int k = 0; k < 16; k++) sum += a[row][k] * b[k];
             const int lane = row % 8 * 4 + token % 8 / 2;
-            lanes[lane].products[index].sums[token / 8 * 4 + row / 8 * 2 + token % 2] += sum;
+            lanes[lane].products[index].sums[token / 8 * 4 + row / 8 * 2 + token % 2] += sums[row];
         }
     }
 }
@@ -81,7 +82,9 @@ extern "C" const char* emulate(void* entry, const Params* params, const TensorMa
     outside.predecessors_end = seed * 37 % 100;
     machine.elapse = elapse, machine.due = next_due, machine.first_block = machine.row = 0;
     if (maps)
-        machine.body = [=] { ((void (*)(Params, TensorMap, TensorMap, TensorMap))entry)(p, maps[0], maps[1], maps[2]); };
+        machine.body = [=] {
+            ((void (*)(Params, TensorMap, TensorMap, TensorMap))entry)(p, maps[0], maps[1], maps[2]);
+        };
     else machine.body = [=] { ((void (*)(Params))entry)(p); };
     const char* problem = run(grid, threads, shared_bytes, cluster, seed);
     return problem ? problem : check_the_end();

@@ -124,7 +124,7 @@ constexpr int product_registers = TOKENS == 256 ? 240
                                                 : 152;
 constexpr int SUMMERS = 3, SUM_BARRIER = 2;  // warps that sum u
 constexpr int RING_BARRIER = 1, IDLE_BARRIER = 3;
-constexpr int A_BYTES = 64 * 128;            // of 64 ranks in a window
+constexpr int A_BYTES = 64 * 128;  // of 64 ranks in a window
 
 // A part of u = x A^T: 64 BOXES ranks, TOKENS rows, a slice of k; at most one a block (the host sees to it). The first
 // steps through the ring bring x and, where there is room for it beside one window of x, A; both as the tensor copies
@@ -267,8 +267,8 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                 return;
             }
         }
-        // A parity tells two phases apart, no more: a ring that went round is taken over when the last copy of its part of
-        // u is on its way, and no stage is more than a phase ahead of what the producer waits for next.
+        // A parity tells two phases apart, no more: a ring that went round is taken over when the last copy of its part
+        // of u is on its way, and no stage is more than a phase ahead of what the producer waits for next.
         const int taken = steps_of_u<TOKENS, BOXES>(p);
         if (warp == WARPS && taken > STAGES) sync_warps<RING_BARRIER, 64>();
         // One thread, and values the compiler can see to be uniform: copies take their operands from uniform registers.
