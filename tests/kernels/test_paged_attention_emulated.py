@@ -1,19 +1,17 @@
 """The CUDA C++ decode attention as it is written, on a CPU: its threads as fibers, its instructions emulated."""
 
 import ctypes
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from attention_cases import PagedCase, make_case
+from emulation import EMULATED, build
 from kernel_cases import rms_ratio
 
 from qerl.kernels.paged_attention import hopper
 
 _KERNELS = Path(hopper.__file__).parent / "cuda"
-_EMULATED = Path(__file__).parent / "emulated"
 _FP8 = torch.float8_e4m3fn
 # Every cluster size, head size and dtype; groups, block sizes and lengths that leave something over.
 _CASES = [
@@ -32,18 +30,11 @@ _CASES = [
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("emulated")
-    for source in (_KERNELS / "decode.cuh", _KERNELS / "steps.cuh", _EMULATED / "ptx.cuh", _EMULATED / "decode.cpp"):
-        shutil.copy(source, folder)
-    command = [compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "decode.cpp", "-o", "decode.so"]
-    built = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if "_Float16" in built.stderr:
-        pytest.skip("needs a g++ with _Float16")
-    assert built.returncode == 0, built.stderr[:2000]
-    return ctypes.CDLL(str(folder / "decode.so"))
+    sources = (_KERNELS / "decode.cuh", _KERNELS / "steps.cuh", EMULATED / "ptx.cuh", EMULATED / "decode.cpp")
+    library = build(folder, sources, ["decode.cpp"])
+    library.emulate.restype = ctypes.c_char_p
+    return library
 
 
 def _emulate(emulator: ctypes.CDLL, case: PagedCase, cluster: int, eager: bool = False) -> torch.Tensor:
@@ -52,9 +43,9 @@ def _emulate(emulator: ctypes.CDLL, case: PagedCase, cluster: int, eager: bool =
     params = hopper.parameters(*case.inputs, out, case.scale, hints=True)
     shared = hopper.shared_bytes(q.shape[2], k_cache.element_size(), cluster)
     is_fp8 = k_cache.dtype == _FP8
-    # Threads take turns in the other order when copies are early.
+    # Threads take turns in another order when copies are early.
     rest = (ctypes.byref(params), q.shape[0], shared, eager, eager)
-    assert emulator.emulate(q.shape[2], is_fp8, cluster, *rest) == 0
+    assert emulator.emulate(q.shape[2], is_fp8, cluster, *rest) is None
     return out
 
 

@@ -123,7 +123,8 @@ constexpr int product_registers = TOKENS == 256 ? 240
                                   : GROUPS == 2 ? 216
                                                 : 152;
 constexpr int SUMMERS = 3, SUM_BARRIER = 2;  // warps that sum u
-constexpr int A_BYTES = 64 * 128;            // of 64 ranks in a window
+constexpr int RING_BARRIER = 1, IDLE_BARRIER = 3;
+constexpr int A_BYTES = 64 * 128;  // of 64 ranks in a window
 
 // A part of u = x A^T: 64 BOXES ranks, TOKENS rows, a slice of k; at most one a block (the host sees to it). The first
 // steps through the ring bring x and, where there is room for it beside one window of x, A; both as the tensor copies
@@ -260,11 +261,16 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                                         window * 64, (part.group * BOXES + j) * 64, full + stage * 8);
                     }
                 __syncwarp();
+                if (warp == WARPS + 1 && part.steps() > STAGES) sync_warps<RING_BARRIER, 64>();
                 float4* const sums = (float4*)(shared + (empty + STAGES * 8 - base));
                 sum_u<SUMMERS, SUM_BARRIER>(p, p.lora.slices * Part::token_blocks(p), sums, warp - WARPS - 1, lane);
                 return;
             }
         }
+        // A parity tells two phases apart, no more: a ring that went round is taken over when the last copy of its part
+        // of u is on its way, and no stage is more than a phase ahead of what the producer waits for next.
+        const int taken = steps_of_u<TOKENS, BOXES>(p);
+        if (warp == WARPS && taken > STAGES) sync_warps<RING_BARRIER, 64>();
         // One thread, and values the compiler can see to be uniform: copies take their operands from uniform registers.
         if (warp == WARPS && elect()) {
             const uint64_t policy = evict_first_policy();
@@ -297,7 +303,6 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                     if (++row_block == work.row_blocks) row_block = 0, token0 += TOKENS;
                 }
             };
-            const int taken = steps_of_u<TOKENS, BOXES>(p);
             int stage = taken % STAGES, phase = taken / STAGES & 1;
             auto next_stage = [&]() {
                 if (++stage == STAGES) stage = 0, phase ^= 1;
@@ -320,8 +325,6 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
             const int unit0 = unit, row_block0 = row_block, token00 = token0;
             for (int s = 0; s < early; s++) load_weights(taken + s), advance();
             wait_for_predecessors();
-            // A parity tells two phases apart, no more: every phase that the parts of u used is seen here as well.
-            for (int i = STAGES; i < taken; i++) barrier_wait(empty + i % STAGES * 8, i / STAGES + 1 & 1);
             unit = unit0, row_block = row_block0, token0 = token00;
             bool begins = unit == 0;
             for (int at = begin; at < end; at++) {
@@ -352,7 +355,7 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                 for (int b = 0; b < TOKENS / 8; b++) c[b][0] = c[b][1] = c[b][2] = c[b][3] = 0.0f;
                 for (int i = 0; i < part.steps(); i++) {
                     barrier_wait(full + stage * 8, phase);
-                    if (warp < BOXES * 4) {
+                    if (BOXES == GROUPS || warp < BOXES * 4) {
                         load_a(a[0], a_place<TOKENS, WARPS, UNIT>(x_base, w_base, stage) + (warp >> 2) * A_BYTES, warp,
                                lane);
                         const uint64_t x = x_descriptor(x_base + stage * UNIT * X_BYTES);
@@ -361,6 +364,8 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                         for (int j = 0; j < 4; j++) wgmma<TOKENS>(c, a[0][j], x + j * 2);
                         wgmma_commit();
                         wgmma_wait<0>();
+                    } else {
+                        sync_warps<IDLE_BARRIER, 128>();  // as products do: no warp falls a round of the ring behind
                     }
                     if ((threadIdx.x & 127) == 0) barrier_arrive(empty + stage * 8);
                     if (++stage == STAGES) stage = 0, phase ^= 1;

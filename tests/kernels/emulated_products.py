@@ -1,0 +1,93 @@
+"""The products of Hopper as their host code launches them, on emulated multiprocessors."""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from emulation import EMULATED, build
+
+from qerl.kernels.quant_matmul import GroupWeight, LoraUpdate, hopper
+from qerl.kernels.quant_matmul.hopper_plan import LORA_BYTES, FewRowsPlan, ManyRowsPlan, workspace_bytes
+
+SOURCES = Path(hopper.__file__).parent / "cuda"
+HEADERS = ("tiles.cuh", "wgmma.cuh", "shrink.cuh", "few_rows.cuh", "many_rows.cuh")
+_COUNTERS = hopper.COUNTERS + hopper.LORA_COUNTERS
+
+
+def build_products(folder: Path, *units: str, sources: Path = SOURCES) -> ctypes.CDLL:
+    """A library of the entry points in these ``.cu`` files, and of one many-row kernel with an fp32 result."""
+    ours = ("instructions.cuh", "products.cpp", "wide.cu")
+    files = [*(sources / name for name in (*HEADERS, *units)), *(EMULATED / name for name in ours)]
+    library = build(folder, files, [*units, *ours[1:]], before="instructions.cuh")
+    library.emulate.restype = ctypes.c_char_p
+    return library
+
+
+class EmulationError(AssertionError):
+    """What the emulated machine found."""
+
+
+@dataclass
+class Result:
+    """What a launch wrote; rows past the last one are NaN if it kept to its own."""
+
+    y: torch.Tensor
+    u: torch.Tensor | None
+
+
+class Emulator:
+    """Stands in for the GPU below ``hopper.run_few_rows`` and ``run_many_rows``: `multiprocessors` of them."""
+
+    def __init__(self, library: ctypes.CDLL, multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.library, self.seed = library, 0
+        sums = torch.empty(workspace_bytes(multiprocessors), dtype=torch.uint8)
+        self.workspace = sums, torch.zeros(_COUNTERS, dtype=torch.int32), torch.empty(LORA_BYTES, dtype=torch.uint8)
+        monkeypatch.setattr(hopper, "_workspace", lambda device: self.workspace)
+        monkeypatch.setattr(hopper, "multiprocessor_count", lambda index: multiprocessors)
+        monkeypatch.setattr(hopper, "bf16_map", lambda *fields: (ctypes.c_uint64 * 16)(*fields))
+        monkeypatch.setattr(hopper, "_launch", self._launch)
+        monkeypatch.setattr(hopper, "_shrink_into", lambda x, a, u: u.copy_(x.double() @ a.double().t()))
+
+    def _launch(
+        self, source: str, name: str, threads: int, grid: tuple[int, int, int], shared: int, device: None
+    ) -> Callable[..., None]:
+        entry = ctypes.cast(getattr(self.library, name), ctypes.c_void_p)
+        cluster = 2 if "_pair" in name else 1
+
+        def launch(params: ctypes.Structure, *maps: ctypes.Array) -> None:
+            joined = (ctypes.c_uint64 * (16 * len(maps)))(*(word for words in maps for word in words))
+            rest = grid[0], cluster, threads, shared, self.seed
+            problem = self.library.emulate(entry, ctypes.byref(params), joined if maps else None, *rest)
+            if problem is not None:
+                raise EmulationError(f"{name}, seed {self.seed}: {problem.decode()}")
+
+        return launch
+
+    def run(
+        self,
+        plan: FewRowsPlan | ManyRowsPlan,
+        x: torch.Tensor,
+        weight: GroupWeight,
+        bias: torch.Tensor | None,
+        lora: LoraUpdate | None,
+        seed: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> Result:
+        """One launch into NaN, its turns drawn from `seed`.
+
+        Raises:
+            EmulationError: a deadlock, or what no GPU may be asked to do.
+        """
+        self.seed = seed
+        sums, counters, slices = self.workspace
+        sums.fill_(255), slices.fill_(255)
+        y = torch.full((x.shape[0] + 1, weight.out_features), float("nan"), dtype=dtype)
+        u = None if lora is None else torch.full((x.shape[0] + 1, lora.a.shape[0]), float("nan"), dtype=torch.bfloat16)
+        run = hopper.run_few_rows if isinstance(plan, FewRowsPlan) else hopper.run_many_rows
+        run(plan, x, weight, bias, lora, y[:-1], None if u is None else u[:-1])
+        if counters.any():
+            raise EmulationError(f"{plan.name}, seed {seed}: counters are left at {counters[counters != 0].tolist()}")
+        return Result(y, u)
