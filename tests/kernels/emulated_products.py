@@ -48,7 +48,7 @@ class Emulator:
         monkeypatch.setattr(hopper, "_workspace", lambda device: self.workspace)
         monkeypatch.setattr(hopper, "multiprocessor_count", lambda index: multiprocessors)
         monkeypatch.setattr(hopper, "bf16_map", lambda *fields: (ctypes.c_uint64 * 16)(*fields))
-        monkeypatch.setattr(hopper, "_launch", self._launch)
+        monkeypatch.setattr(hopper, "kernel_launch", self._launch)
         monkeypatch.setattr(hopper, "_shrink_into", lambda x, a, u: u.copy_(x.double() @ a.double().t()))
 
     def _launch(

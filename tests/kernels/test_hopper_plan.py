@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -198,23 +199,28 @@ ATTENTIONS = ("decode", "decode_fp8")
 PRODUCTS = ("few_rows", "many_rows", "few_rows_wide", "many_rows_wide", "input_grad", "dequantize", "lora_shrink")
 
 
+def machine_code(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """What NVRTC makes of a source; skips where it is missing."""
+    if importlib.util.find_spec("cuda.bindings") is None:
+        pytest.skip("cuda-bindings is not installed")
+    from qerl.kernels.cuda import compile_cubin
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    try:
+        return compile_cubin(source)
+    except RuntimeError as error:  # ours, or cuda.bindings' where the library is missing
+        if "cannot compile" in str(error):
+            raise
+        pytest.skip(f"NVRTC is not installed: {error}")
+
+
 @pytest.mark.parametrize(
     "source",
     [*(SOURCES / f"{name}.cu" for name in PRODUCTS), *(ATTENTION / f"{name}.cu" for name in ATTENTIONS)],
     ids=lambda source: source.stem,
 )
 def test_nvrtc_compiles_without_a_gpu(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if importlib.util.find_spec("cuda.bindings") is None:
-        pytest.skip("cuda-bindings is not installed")
-    from qerl.kernels.cuda import compile_cubin
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    try:
-        cubin = compile_cubin(source)
-    except RuntimeError as error:  # ours, or cuda.bindings' where the library is missing
-        if "cannot compile" in str(error):
-            raise
-        pytest.skip(f"NVRTC is not installed: {error}")
+    cubin = machine_code(source, tmp_path, monkeypatch)
     assert cubin[:4] == b"\x7fELF"
     if source.parent == SOURCES:
         names = entry_points(source.name)
@@ -223,4 +229,23 @@ def test_nvrtc_compiles_without_a_gpu(source: Path, tmp_path: Path, monkeypatch:
         names = {f"{source.stem}_{dim}_{cluster}" for dim, cluster in shapes}
     assert all(name.encode() in cubin for name in names or {source.stem})
     (cached,) = (tmp_path / "qerl" / "kernels").iterdir()
-    assert cached.read_bytes() == cubin == compile_cubin(source)
+    assert cached.read_bytes() == cubin == machine_code(source, tmp_path, monkeypatch)
+
+
+def test_copies_of_weights_take_uniform_registers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that hides from the compiler that a producer's addresses are the same in all lanes costs a move for every
+    operand, and 10 to 20 % of the product's time (docs/log.md)."""
+    triton = importlib.util.find_spec("triton")
+    tool = triton and Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not (tool and tool.is_file()):
+        pytest.skip("needs the cuobjdump that comes with triton")
+    cubin = tmp_path / "many_rows.cubin"
+    cubin.write_bytes(machine_code(SOURCES / "many_rows.cu", tmp_path / "cache", monkeypatch))
+    dumped = subprocess.run([tool, "--dump-sass", cubin], capture_output=True, text=True, check=True).stdout
+    functions = dumped.split("Function : ")[1:]
+    assert len(functions) == len(entry_points("many_rows.cu"))
+    for function in functions:
+        name, *lines = function.splitlines()
+        copies = [index for index, line in enumerate(lines) if "UBLKCP" in line]
+        moves = sum("R2UR" in line for line in lines[copies[0] : copies[-1]])
+        assert len(copies) >= 32 and moves <= 8, f"{name}: {moves} moves among {len(copies)} copies"
