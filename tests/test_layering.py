@@ -98,6 +98,13 @@ def test_triton_is_imported_only_in_triton_files() -> None:
     assert all(p.name == "triton.py" for p in users), users
 
 
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.cu*")), ids=lambda path: path.name)
+def test_cuda_sources_stay_readable(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 450, "split the file by concept"
+    assert path.name == "wgmma.cuh" or all(len(line) <= 120 for line in lines)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_and_functions_stay_small(path: Path) -> None:
     text = path.read_text()

@@ -13,7 +13,7 @@ from qerl.kernels.quant_matmul import GroupWeight, LoraUpdate, hopper
 from qerl.kernels.quant_matmul.hopper_plan import LORA_BYTES, FewRowsPlan, ManyRowsPlan, workspace_bytes
 
 SOURCES = Path(hopper.__file__).parent / "cuda"
-HEADERS = ("tiles.cuh", "wgmma.cuh", "shrink.cuh", "few_rows.cuh", "many_rows.cuh")
+HEADERS = ("tiles.cuh", "wgmma.cuh", "shrink.cuh", "u_part.cuh", "few_rows.cuh", "many_rows.cuh")
 _COUNTERS = hopper.COUNTERS + hopper.LORA_COUNTERS
 
 
