@@ -252,6 +252,15 @@ def test_text_parts_and_system_messages(client: openai.OpenAI) -> None:
     assert client.chat.completions.create(messages=system, **asked).usage.prompt_tokens > joined.usage.prompt_tokens
 
 
+HALF_A_PAIR = b'{"model": "tiny", "prompt": "\\ud83d"}'
+
+
+@pytest.mark.parametrize("body", [HALF_A_PAIR, b"[" * 100_000], ids=["half-a-pair", "deep"])
+def test_text_that_is_no_unicode_and_endless_nesting_are_refused(running, body: bytes) -> None:
+    response = httpx.post(f"{running.url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400 and "JSON" in response.json()["error"]["message"]
+
+
 def test_bodies_and_paths_that_are_none(running) -> None:
     headers = {"content-type": "application/json"}
     response = httpx.post(f"{running.url}/v1/completions", content=b"{", headers=headers)

@@ -89,6 +89,10 @@ def test_the_trainer_checks_them_before_it_loads_a_model(config: Callable[..., A
         (None, "returned None; return a list"),
         ([1.0, "good"], "returned 'good' for row 1; return a number"),
         ([[1.0], 2.0], r"returned \[1.0\] for row 0"),
+        (torch.tensor(1.0), r"returned tensor\(1.\); return a list"),
+        (torch.zeros(2, 2), r"returned tensor\(\[0., 0.\]\) for row 0"),
+        (np.zeros((2, 2)), r"returned array\(\[0., 0.\]\) for row 0"),
+        ([1.0, 10**400], "returned 1000.* for row 1; return a number"),
     ],
 )
 def test_returned_values_are_checked(returned: Any, words: str) -> None:
@@ -235,6 +239,21 @@ def test_every_reward_is_tried_async_ones_on_the_loop_of_later_calls(trainer: An
     assert isinstance(caught.value.__cause__, KeyError) and "in broken" in caught.value.details
     with pytest.raises(RewardCallError, match="'short' returned 1 rewards for 4 completions"):
         trainer(reward_funcs=[short]).train()
+
+
+def test_a_reward_that_shortens_what_others_read_is_named(trainer: Any) -> None:
+    def clears(completions, completion_ids, **kwargs):  # type: ignore[no-untyped-def]
+        completion_ids.clear()
+        return [0.0] * len(completions)
+
+    def pops(completions, **kwargs):  # type: ignore[no-untyped-def]
+        completions.pop()
+        return [0.0] * len(completions)
+
+    with pytest.raises(RewardCallError, match="'clears' changed the length of completion_ids"):
+        trainer(reward_funcs=clears).try_rewards()
+    with pytest.raises(RewardCallError, match="'pops' returned 3 rewards for 4 completions"):
+        trainer(reward_funcs=pops).try_rewards()
 
 
 def test_every_sample_of_a_trial_has_objects_of_its_own(trainer: Any) -> None:

@@ -17,6 +17,8 @@ _LOWEST = {
 # Drafts of a sample at most. Each is a row of the decode steps' static buffers for every sample that may draft, and the
 # costs that decide on drafts were measured up to 64 rows (speculation.py): a longer draft never pays.
 MAX_SPECULATIVE_TOKENS = 64
+# Rows of a CUDA grid, one a sample; far more than any GPU has KV cache for.
+MAX_NUM_SEQS = 65_535
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ValueError(f"{name} must be at least {lowest}, got {value}")
+        if self.max_num_seqs > MAX_NUM_SEQS:
+            raise ValueError(f"max_num_seqs must be at most {MAX_NUM_SEQS:,}, got {self.max_num_seqs:,}")
         if self.kv_dtype not in ("auto", "fp8"):
             raise ValueError(f"kv_dtype must be auto or fp8, got {self.kv_dtype!r}")
         if self.num_blocks is not None and self.memory_bytes is not None:

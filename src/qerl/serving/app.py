@@ -115,8 +115,9 @@ class Server:
             raise ApiError(f"the body must be application/json, the request says {kind or 'nothing'}", status=415)
         try:
             body = json.loads(await request.body())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ApiError(f"the body is no JSON: {error}") from error
+            json.dumps(body, ensure_ascii=False).encode()  # half a surrogate pair is text for JSON, for no tokenizer
+        except (json.JSONDecodeError, UnicodeError, RecursionError) as error:
+            raise ApiError(f"the body is no JSON of Unicode text, or nested too deeply: {error}") from error
         # In a thread: rendering and tokenizing a long prompt would hold up every stream.
         async with self._parsing:
             asked = await asyncio.to_thread(parse, body)

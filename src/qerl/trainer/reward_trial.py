@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from qerl.trainer.timed_reward import AsyncReward, TimedReward
+from qerl.trainer.timed_reward import AsyncReward, RewardCallError, TimedReward
 
 if TYPE_CHECKING:
     from qerl.trainer.trainer import QeRLTrainer
@@ -44,14 +44,25 @@ def try_rewards(trainer: "QeRLTrainer") -> None:
         names = ", ".join(reward.__name__ for reward in rewards)
         logger.warning("streaming data: the reward functions (%s) are not tried before the first rollout", names)
         return
-    arguments = _arguments(trainer)
     for reward in rewards:
+        logger.info(
+            "trying reward function %r on a made-up completion (try_rewards: false skips this)", reward.__name__
+        )
+        arguments, kept = _arguments(trainer), _arguments(trainer)
         with _unchanged_random_numbers():
             if isinstance(reward, TimedReward):
                 reward.trial(**arguments)
             else:
                 # On the loop of the later calls: what the function keeps (a session, a lock) belongs to its loop.
                 asyncio.run_coroutine_threadsafe(reward(**arguments), trainer.async_loop).result()
+        changed = [
+            name for name in arguments if isinstance(kept[name], list) and len(arguments[name]) != len(kept[name])
+        ]
+        if changed:
+            raise RewardCallError(
+                f"reward function {reward.__name__!r} changed the length of {', '.join(changed)}, which others read "
+                "after it: work on a copy"
+            )
 
 
 def _is_the_users(reward: Any) -> bool:

@@ -3,7 +3,7 @@
 import inspect
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -52,11 +52,7 @@ class CheckedReward:
         self.__name__ = getattr(function, "__name__", type(function).__name__)
 
     def _checked(self, rewards: Any, expected: int) -> list[float | None]:
-        if (
-            isinstance(rewards, (str, bytes, dict))
-            or not hasattr(rewards, "__len__")
-            or not hasattr(rewards, "__iter__")
-        ):
+        if isinstance(rewards, (str, bytes, dict)) or not isinstance(rewards, Iterable) or _length(rewards) is None:
             raise RewardCallError(
                 f"reward function {self.__name__!r} returned {rewards!r:.80}; return a list with one number (or None) "
                 "for each completion"
@@ -66,13 +62,30 @@ class CheckedReward:
                 f"reward function {self.__name__!r} returned {len(rewards)} rewards for {expected} completions; return "
                 "one number (or None) for each"
             )
-        for row, reward in enumerate(rewards):
-            if reward is not None and not hasattr(reward, "__float__"):
-                raise RewardCallError(
-                    f"reward function {self.__name__!r} returned {reward!r:.80} for row {row}; return a number, or "
-                    "None to leave a sample out"
-                )
-        return rewards
+        return [self._number(row, reward) for row, reward in enumerate(rewards)]
+
+    def _number(self, row: int, reward: Any) -> float | None:
+        """What a float can hold; NaN and infinities are judged after the rollout."""
+        if reward is None:
+            return None
+        try:
+            if not isinstance(reward, str):
+                return float(reward)
+            cause: Exception | None = None
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last is torch's word for a row
+            cause = error
+        raise RewardCallError(
+            f"reward function {self.__name__!r} returned {reward!r:.80} for row {row}; return a number, or None to "
+            "leave a sample out"
+        ) from cause
+
+
+def _length(rewards: Any) -> int | None:
+    """None where there is none: also of tensors and arrays without dimensions, which only pretend to have one."""
+    try:
+        return len(rewards)
+    except TypeError:
+        return None
 
 
 class TimedReward(CheckedReward):
@@ -97,11 +110,12 @@ class TimedReward(CheckedReward):
 
     def trial(self, **kwargs: Any) -> list[float | None]:
         """The same call, not counted."""
+        expected = len(kwargs["completions"])  # before the call, which could change the list
         with _Named(self.__name__):
             rewards = self.function(**kwargs)
             if inspect.isgenerator(rewards):
                 rewards = list(rewards)
-        return self._checked(rewards, len(kwargs["completions"]))
+        return self._checked(rewards, expected)
 
     def take_seconds(self) -> float:
         """Seconds since the last call (resets)."""
@@ -117,9 +131,10 @@ class AsyncReward(CheckedReward):
     """
 
     async def __call__(self, **kwargs: Any) -> list[float | None]:
+        expected = len(kwargs["completions"])
         with _Named(self.__name__):
             rewards = await self.function(**kwargs)
-        return self._checked(rewards, len(kwargs["completions"]))
+        return self._checked(rewards, expected)
 
 
 def timed(reward_funcs: Any) -> list[Any]:
