@@ -42,14 +42,16 @@ SMS = [132, 114, 78]
 
 
 def entry_points(source: str) -> set[str]:
-    """Names that the instantiating macros of a ``.cu`` file make."""
+    """Names that the instantiating macros of a ``.cu`` file make, of the list in it or in its header."""
     text = (SOURCES / source).read_text()
+    header = SOURCES / (re.search(r'#include "(\w+\.cuh)"', text).group(1))
+    lists = text + header.read_text()
     names = set()
     for macro, pattern in re.findall(
         r"#define (\w+)\(.*?__ \w.*?((?:few_rows|many_rows|input_grad)_##[\w#]+)\(", text, re.S
     ):
         parameters = re.search(rf"#define {macro}\((.*?)\)", text).group(1).split(", ")
-        for values in re.findall(rf"^{macro}\((\d+(?:, \d+)+)\)", text, re.M):
+        for values in re.findall(rf"\b{macro}\((\d+(?:, \d+)+)\)", lists):
             name = pattern
             for parameter, value in zip(parameters, values.split(", "), strict=True):
                 name = name.replace(f"##{parameter}", value)

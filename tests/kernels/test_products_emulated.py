@@ -111,10 +111,15 @@ def _check_turns(
         assert first.u is None or torch.equal(again.u[:-1], first.u[:-1])
 
 
-@pytest.mark.parametrize("plan, multiprocessors, segments, windows, m, ranks", _MANY, ids=str)
-def test_many_rows(
+@pytest.mark.parametrize(
+    "kind, plan, multiprocessors, segments, windows, m, ranks",
+    [(kind, *case) for kind, cases in ((ManyRowsPlan, _MANY), (FewRowsPlan, _FEW)) for case in cases],
+    ids=lambda value: value.__name__ if isinstance(value, type) else str(value),
+)
+def test_products(
     library: ctypes.CDLL,
     monkeypatch: pytest.MonkeyPatch,
+    kind: type[FewRowsPlan] | type[ManyRowsPlan],
     plan: tuple[int, int, bool],
     multiprocessors: int,
     segments: tuple[int, ...],
@@ -124,23 +129,7 @@ def test_many_rows(
 ) -> None:
     product = _Product(segments, windows, m, ranks, plain=plan[2])
     emulator = Emulator(library, multiprocessors, monkeypatch)
-    _check_turns(emulator, ManyRowsPlan(*plan), product, torch.bfloat16, turns=4)
-
-
-@pytest.mark.parametrize("plan, multiprocessors, segments, windows, m, ranks", _FEW, ids=str)
-def test_few_rows(
-    library: ctypes.CDLL,
-    monkeypatch: pytest.MonkeyPatch,
-    plan: tuple[int, int, bool],
-    multiprocessors: int,
-    segments: tuple[int, ...],
-    windows: int,
-    m: int,
-    ranks: tuple[int, ...] | None,
-) -> None:
-    product = _Product(segments, windows, m, ranks, plain=plan[2])
-    emulator = Emulator(library, multiprocessors, monkeypatch)
-    _check_turns(emulator, FewRowsPlan(*plan), product, torch.bfloat16, turns=4)
+    _check_turns(emulator, kind(*plan), product, torch.bfloat16, turns=4)
 
 
 @pytest.mark.parametrize("plan, case", [(ManyRowsPlan(64, 2, False), _MANY[8]), (FewRowsPlan(8), _FEW[0])], ids=str)

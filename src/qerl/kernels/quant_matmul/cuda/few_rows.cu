@@ -11,8 +11,4 @@
         few_rows_##W##_##S##_pair(const __grid_constant__ Params p) {                               \
         few_rows<W, S, true>(p);                                                                    \
     }
-KERNEL(8, 2)
-KERNEL(12, 2)
-KERNEL(16, 2)
-PAIRED_KERNEL(8, 2)
-PAIRED_KERNEL(12, 2)
+FEW_ROWS_KERNELS(KERNEL, PAIRED_KERNEL)

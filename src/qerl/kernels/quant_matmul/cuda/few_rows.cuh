@@ -262,3 +262,7 @@ __device__ __forceinline__ void few_rows(const Params& p) {
         else store_block(p, e, tile, 0, lane, v);
     }
 }
+
+// What is compiled: KERNEL(warps, stages), and the same with blocks in pairs.
+#define FEW_ROWS_KERNELS(KERNEL, PAIRED_KERNEL) \
+    KERNEL(8, 2) KERNEL(12, 2) KERNEL(16, 2) PAIRED_KERNEL(8, 2) PAIRED_KERNEL(12, 2)

@@ -7,12 +7,4 @@
         const __grid_constant__ TensorMap u_map, const __grid_constant__ TensorMap a_map) {         \
         many_rows<T, G, U, S>(p, &x_map, &u_map, &a_map);                                           \
     }
-KERNEL(16, 2, 4, 6)
-KERNEL(16, 3, 4, 5)
-KERNEL(32, 2, 4, 5)
-KERNEL(32, 3, 4, 4)
-KERNEL(64, 2, 4, 4)
-KERNEL(64, 3, 4, 3)
-KERNEL(128, 2, 2, 5)
-KERNEL(128, 3, 2, 4)
-KERNEL(256, 2, 2, 3)
+MANY_ROWS_KERNELS(KERNEL)

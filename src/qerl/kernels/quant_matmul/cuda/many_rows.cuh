@@ -397,3 +397,15 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
         }
     }
 }
+
+// What is compiled: KERNEL(rows of x in a tile, warpgroups, windows a stage, stages).
+#define MANY_ROWS_KERNELS(KERNEL) \
+    KERNEL(16, 2, 4, 6)           \
+    KERNEL(16, 3, 4, 5)           \
+    KERNEL(32, 2, 4, 5)           \
+    KERNEL(32, 3, 4, 4)           \
+    KERNEL(64, 2, 4, 4)           \
+    KERNEL(64, 3, 4, 3)           \
+    KERNEL(128, 2, 2, 5)          \
+    KERNEL(128, 3, 2, 4)          \
+    KERNEL(256, 2, 2, 3)
