@@ -102,6 +102,18 @@ def test_product_bias_and_lora(weight: tuple[GroupWeight, torch.Tensor], m: int)
             assert not hopper._workspace(x.device)[1].any()  # counters are zero between launches
 
 
+@pytest.mark.parametrize("m", [3, 40])
+def test_factors_may_start_anywhere(weight: tuple[GroupWeight, torch.Tensor], m: int) -> None:
+    """As views into a flat buffer of parameters do."""
+    packed, _ = weight
+    lora = _update(packed, 8)
+    x = torch.randn(m, packed.in_features, device="cuda").bfloat16()
+    flat = torch.cat([lora.a.new_zeros(3), lora.a.flatten(), lora.b])
+    a, b = flat[3 : 3 + lora.a.numel()].view_as(lora.a), flat[3 + lora.a.numel() :]
+    found = quant_lora_matmul(x, packed, None, LoraUpdate(a, b, lora.places))
+    assert all(map(torch.equal, found, quant_lora_matmul(x, packed, None, lora)))
+
+
 def _plans() -> list:
     few = [FewRowsPlan(w, s) for w in (8, 12, 16) for s in (1, 2, 3, 5)]
     return few + [FewRowsPlan(w, s, True) for w in (8, 12) for s in (1, 4)] + all_many_rows_plans()
