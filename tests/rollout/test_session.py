@@ -43,17 +43,10 @@ def random_sampling(rng: random.Random, temperatures: tuple[float, ...]) -> Samp
     )
 
 
-@pytest.mark.parametrize("kind", [RolloutEngine, GraphedEngine])
-@pytest.mark.parametrize("temperatures", [(1.0,), (0.0, 0.7, 1.0)], ids=["uniform", "mixed"])
-@pytest.mark.parametrize("seed", range(8))
-def test_requests_that_come_and_go_get_their_own_tokens(
-    seed: int, temperatures: tuple[float, ...], kind: type[RolloutEngine]
-) -> None:
-    rng = random.Random(seed)
-    limits = {"num_blocks": rng.choice([25, 60, 400]), "max_num_seqs": rng.randint(1, 12), "max_batch_tokens": 32}
-    engine = make_engine(kind, block_size=rng.choice([1, 4, 16]) if limits["num_blocks"] == 400 else 4, **limits)
-    waiting = [(prompt, random_sampling(rng, temperatures)) for prompt in random_prompts(rng, 25, 30)]
-    requests, aborted, streams = {}, set(), defaultdict(list)
+def play(engine: RolloutEngine, rng: random.Random, todo: list[tuple[list[int], SamplingParams]]) -> None:
+    """Requests come, and some are aborted, at random times of one session; those that stayed get their own tokens."""
+    waiting, requests, aborted = list(todo), {}, set()
+    streams: Streams = defaultdict(list)
     with engine.open_session() as session:
         while waiting or session.has_unfinished:
             while waiting and rng.random() < 0.6:
@@ -66,13 +59,26 @@ def test_requests_that_come_and_go_get_their_own_tokens(
             for output in session.step():
                 assert output.request_id not in aborted
                 streams[output.request_id, output.sample_index].append(output)
+            engine.scheduler.check_integrity()
         assert engine.scheduler.allocator.num_used == 0
     assert engine.stats.generated_tokens == sum(map(len, streams.values()))
-    assert (engine.stats.graph_replays > 0) == (kind is GraphedEngine)
-    assert sorted(requests) == list(range(25))
+    assert sorted(requests) == list(range(len(todo)))
     for request_id, (prompt, sampling) in requests.items():
         if request_id not in aborted:
             assert_request(streams, request_id, prompt, sampling)
+
+
+@pytest.mark.parametrize("kind", [RolloutEngine, GraphedEngine])
+@pytest.mark.parametrize("temperatures", [(1.0,), (0.0, 0.7, 1.0)], ids=["uniform", "mixed"])
+@pytest.mark.parametrize("seed", range(8))
+def test_requests_that_come_and_go_get_their_own_tokens(
+    seed: int, temperatures: tuple[float, ...], kind: type[RolloutEngine]
+) -> None:
+    rng = random.Random(seed)
+    limits = {"num_blocks": rng.choice([25, 60, 400]), "max_num_seqs": rng.randint(1, 12), "max_batch_tokens": 32}
+    engine = make_engine(kind, block_size=rng.choice([1, 4, 16]) if limits["num_blocks"] == 400 else 4, **limits)
+    play(engine, rng, [(prompt, random_sampling(rng, temperatures)) for prompt in random_prompts(rng, 25, 30)])
+    assert (engine.stats.graph_replays > 0) == (kind is GraphedEngine)
 
 
 def test_generate_is_refused_while_a_session_is_open_and_works_after_it() -> None:

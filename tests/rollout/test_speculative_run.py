@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from hash_runner import GraphedEngine, assert_same, make_engine, naive_generate, random_prompts
-from test_session import Streams, assert_request, drain, random_sampling
+from test_session import Streams, assert_request, drain, play, random_sampling
 
 from qerl.rollout import speculation
 from qerl.rollout.core import NonFiniteLogitsError, SamplingParams
@@ -96,26 +96,7 @@ def test_requests_that_come_and_go_get_their_own_tokens(
     )
     todo = [(prompt, random_sampling(rng, (0.0, 0.7, 1.0))) for prompt in random_prompts(rng, 25, 30)]
     for _ in range(2):
-        waiting, requests, aborted = list(todo), {}, set()
-        streams: Streams = {}
-        with engine.open_session() as session:
-            while waiting or session.has_unfinished:
-                while waiting and rng.random() < 0.6:
-                    request = waiting.pop()
-                    requests[session.add(*request)] = request
-                if requests and rng.random() < 0.1:
-                    victim = rng.choice(list(requests))
-                    session.abort(victim)
-                    aborted.add(victim)
-                for output in session.step():
-                    assert output.request_id not in aborted
-                    streams.setdefault((output.request_id, output.sample_index), []).append(output)
-                engine.scheduler.check_integrity()
-            assert engine.scheduler.allocator.num_used == 0
-        assert engine.stats.generated_tokens == sum(map(len, streams.values()))
-        for request_id, (prompt, sampling) in requests.items():
-            if request_id not in aborted:
-                assert_request(streams, request_id, prompt, sampling)
+        play(engine, rng, todo)
     # The second time what finished the first time is known.
     assert engine.stats.drafted_tokens > engine.stats.accepted_tokens > 0
 
