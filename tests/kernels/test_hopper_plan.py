@@ -227,8 +227,8 @@ def test_nvrtc_compiles_without_a_gpu(source: Path, tmp_path: Path, monkeypatch:
     if source.parent == SOURCES:
         names = entry_points(source.name)
     else:
-        shapes = itertools.product(paged_attention.hopper.HEAD_DIMS, paged_attention.hopper.CLUSTERS)
-        names = {f"{source.stem}_{dim}_{cluster}" for dim, cluster in shapes}
+        shapes = itertools.product(paged_attention.hopper.HEAD_DIMS, paged_attention.hopper.SHAPES)
+        names = {f"{source.stem}_{dim}_{cluster}_{warps}" for dim, (cluster, warps) in shapes}
     assert all(name.encode() in cubin for name in names or {source.stem})
     (cached,) = (tmp_path / "qerl" / "kernels").iterdir()
     assert cached.read_bytes() == cubin == machine_code(source, tmp_path, monkeypatch)

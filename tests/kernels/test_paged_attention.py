@@ -47,28 +47,30 @@ def test_op_is_well_formed() -> None:
 
 @pytest.mark.parametrize("sms", [132, 78])
 def test_clusters_are_the_largest_that_leave_room_and_keep_parts_long(sms: int) -> None:
-    def fits(size: int) -> bool:
-        return sequences * kv_heads * size <= 0.75 * sms and longest >= 64 * size
+    def fits(cluster: int) -> bool:
+        return sequences * kv_heads * cluster <= 0.75 * sms and longest >= 128 * cluster
 
     for sequences, kv_heads, longest in itertools.product((1, 2, 8, 31, 64, 256), (1, 4, 8), (16, 100, 1280, 32768)):
-        size = hopper.cluster_size(sequences, kv_heads, longest, sms)
-        assert size in hopper.CLUSTERS and (size == 1 or fits(size))
-        assert size == hopper.CLUSTERS[-1] or not fits(2 * size)
+        cluster, warps = hopper.decode_shape(sequences, kv_heads, longest, sms)
+        assert (cluster, warps) in hopper.SHAPES and (cluster == 1 or fits(cluster))
+        assert cluster == 8 or not fits(2 * cluster)
+        assert warps == (8 if sequences * kv_heads * cluster <= sms else 4)
 
 
-@pytest.mark.parametrize("sequences, longest, size", [
-    (1, 1280, 8), (1, 320, 4), (1, 63, 1), (4, 1280, 4), (4, 200, 2), (8, 1280, 2), (16, 1280, 1), (256, 1280, 1),
+@pytest.mark.parametrize("sequences, longest, shape", [
+    (1, 1280, (8, 8)), (1, 640, (4, 8)), (1, 63, (1, 8)), (4, 1280, (4, 8)), (4, 300, (2, 8)), (8, 1280, (2, 8)),
+    (16, 1280, (1, 8)), (33, 1280, (1, 8)), (34, 1280, (1, 4)), (256, 1280, (1, 4)),
 ])  # fmt: skip
-def test_cluster_of_an_h200(sequences: int, longest: int, size: int) -> None:
-    assert hopper.cluster_size(sequences, 4, longest, 132) == size
+def test_shape_on_an_h200(sequences: int, longest: int, shape: tuple[int, int]) -> None:
+    assert hopper.decode_shape(sequences, 4, longest, 132) == shape
 
 
 def test_shared_memory_of_a_multiprocessor_suffices() -> None:
-    """228 KB, 1 KB of it taken by each block: for two blocks, three of short rows."""
-    for head_dim, element_size, cluster in itertools.product(hopper.HEAD_DIMS, (1, 2), hopper.CLUSTERS):
-        blocks = 3 if cluster == 1 and head_dim * element_size <= 128 else 2
-        taken = hopper.shared_bytes(head_dim, element_size, cluster) + 1024
-        assert blocks * taken <= 228 * 1024, (head_dim, element_size, cluster)
+    """228 KB, 1 KB of it taken by each block: for one large block, two small ones, three of short rows."""
+    for head_dim, element_size, shape in itertools.product(hopper.HEAD_DIMS, (1, 2), hopper.SHAPES):
+        blocks = 1 if shape[1] == 8 else 3 if head_dim * element_size <= 128 else 2
+        taken = hopper.shared_bytes(head_dim, element_size, *shape) + 1024
+        assert blocks * taken <= 228 * 1024, (head_dim, element_size, shape)
 
 
 @pytest.fixture(params=["triton", "cuda"])
@@ -89,26 +91,28 @@ def hopper_gpu() -> None:
 
 @pytest.mark.gpu
 @CACHES
-@pytest.mark.parametrize("cluster", hopper.CLUSTERS)
+@pytest.mark.parametrize("shape", hopper.SHAPES, ids=str)
 @pytest.mark.parametrize(
     "heads, kv_heads, head_dim, block_size", [(28, 4, 128, 16), (9, 3, 64, 32), (16, 1, 128, 128), (9, 1, 64, 16)]
 )
-@pytest.mark.parametrize("lengths", [(1,), (0, 15, 16, 17, 63, 65), (2000, 1, 700), (5,) * 200], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [(1,), (0, 15, 16, 17, 63, 65), (2000, 1, 700), (5,) * 200], ids=["one", "edges", "long", "many"]
+)
 @pytest.mark.usefixtures("poisoned_memory", "hopper_gpu")
-def test_gpu_every_cluster_size(
+def test_gpu_every_shape(
     lengths: tuple[int, ...],
     heads: int,
     kv_heads: int,
     head_dim: int,
     block_size: int,
-    cluster: int,
+    shape: tuple[int, int],
     cache_dtype: torch.dtype | None,
 ) -> None:
     case = make_case(lengths, heads, kv_heads, head_dim, block_size, torch.bfloat16, "cuda", cache_dtype)
-    out = hopper.decode(*case.inputs, case.scale, cluster)
+    out = hopper.decode(*case.inputs, case.scale, shape)
     assert rms_ratio(out, case.expected) < 4e-3
     assert (out[case.context_lens == 0] == 0).all()
-    assert torch.equal(out, hopper.decode(*case.inputs, case.scale, cluster))
+    assert torch.equal(out, hopper.decode(*case.inputs, case.scale, shape))
 
 
 @pytest.mark.gpu

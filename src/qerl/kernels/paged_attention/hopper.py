@@ -20,17 +20,16 @@ _SOURCES = {torch.bfloat16: _FOLDER / "decode.cu", torch.float8_e4m3fn: _FOLDER 
 HEAD_DIMS = (64, 128)
 # A tile of the tensor core has 16 rows.
 MAX_GROUP = 16
-# Blocks of a cluster, as compiled.
-CLUSTERS = (1, 2, 4, 8)
-_WARPS, _TOKENS = 4, 16
-# Stages of a warp's ring by bytes of a token's keys: two blocks share a multiprocessor, three where rows are short and
-# a block is a cluster of its own.
+# (blocks of a cluster, warps of a block), as compiled. Small blocks share a multiprocessor by two, three where rows are
+# short; a large one has it to itself.
+SHAPES = ((1, 4), (1, 8), (2, 8), (4, 8), (8, 8))
+_TOKENS = 16
+# Stages of a warp's ring by bytes of a token's keys; fewer of the longest in a large block.
 _STAGES = {256: 3, 128: 4, 64: 6}
+_STAGES_LARGE = {**_STAGES, 256: 2}
 _BLOCKS_PER_SM = 2
 # Rows of a grid.
 _MAX_SEQUENCES = 65_535
-# Tokens below which a block's part of a context is not cut: a step of each warp.
-_MIN_PART = _WARPS * _TOKENS
 
 
 class _Params(ctypes.Structure):
@@ -92,20 +91,25 @@ def is_supported(index: int, dtype: torch.dtype) -> bool:
     return True
 
 
-def cluster_size(sequences: int, num_kv_heads: int, longest: int, multiprocessors: int) -> int:
-    """Blocks that share a sequence and KV head, from shapes alone: as many as leave a quarter of the multiprocessors
-    free (fitted to an H200: docs/log.md) and parts of `_MIN_PART` tokens; else one."""
+def decode_shape(sequences: int, num_kv_heads: int, longest: int, multiprocessors: int) -> tuple[int, int]:
+    """(blocks that share a sequence and KV head, warps of each), from shapes alone.
+
+    As many blocks as leave a quarter of the multiprocessors free (fitted to an H200: docs/log.md) and each warp a step;
+    else one. Large blocks where each has a multiprocessor.
+    """
     pairs = sequences * num_kv_heads
-    fitting = [n for n in CLUSTERS if 4 * n * pairs <= 3 * multiprocessors and n * _MIN_PART <= longest]
-    return max(fitting, default=1)
+    fitting = [n for n, warps in SHAPES if 4 * n * pairs <= 3 * multiprocessors and n * warps * _TOKENS <= longest]
+    cluster = max(fitting, default=1)
+    return cluster, 8 if cluster * pairs <= multiprocessors else 4
 
 
-def shared_bytes(head_dim: int, element_size: int, cluster: int) -> int:
+def shared_bytes(head_dim: int, element_size: int, cluster: int, warps: int) -> int:
     """Dynamic shared memory of a block: the rings, in which the warps' sums are merged afterwards, and what the other
     blocks of its cluster send it."""
     row = head_dim * element_size
+    stages = (_STAGES_LARGE if warps == 8 else _STAGES)[row]
     inbox = 16 * head_dim * 4 + 16 * 8 if cluster > 1 else 0
-    return _WARPS * _STAGES[row] * 2 * _TOKENS * (row + 16) + inbox
+    return warps * stages * 2 * _TOKENS * (row + 16) + inbox
 
 
 def decode(
@@ -115,23 +119,23 @@ def decode(
     block_table: torch.Tensor,
     context_lens: torch.Tensor,
     scale: float,
-    cluster: int | None = None,
+    shape: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """Shapes as the public function; rows of `q` may be strided. One launch, of clusters of `cluster` blocks (one of
-    `CLUSTERS`) or as many as fit."""
+    """Shapes as the public function; rows of `q` may be strided. One launch, of clusters and blocks of `shape` (one of
+    `SHAPES`) or as `decode_shape` chooses."""
     sequences = q.shape[0]
     num_kv_heads, head_dim = k_cache.shape[2:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     device = q.device.index
-    if cluster is None:
+    if shape is None:
         longest = block_table.shape[1] * k_cache.shape[1]
-        cluster = cluster_size(sequences, num_kv_heads, longest, multiprocessor_count(device))
-    grid = (num_kv_heads * cluster, sequences, 1)
+        shape = decode_shape(sequences, num_kv_heads, longest, multiprocessor_count(device))
+    grid = (num_kv_heads * shape[0], sequences, 1)
     overlap = dependent_launch(q.device)
     # Hints cost a trip to L2, which is hidden only where all blocks can be there before their predecessor has ended.
     hints = overlap and grid[0] * grid[1] <= _BLOCKS_PER_SM * multiprocessor_count(device)
     params = parameters(q, k_cache, v_cache, block_table, context_lens, out, scale, hints)
-    _launch(k_cache.dtype, head_dim, cluster, grid, overlap, device)(params)
+    _launch(k_cache.dtype, head_dim, shape, grid, overlap, device)(params)
     return out
 
 
@@ -156,8 +160,8 @@ def parameters(
 
 @cache
 def _launch(
-    dtype: torch.dtype, head_dim: int, cluster: int, grid: tuple[int, int, int], overlap: bool, device: int
+    dtype: torch.dtype, head_dim: int, shape: tuple[int, int], grid: tuple[int, int, int], overlap: bool, device: int
 ) -> Launch:
-    source = _SOURCES[dtype]
-    kernel = load_kernel(source, f"{source.stem}_{head_dim}_{cluster}", 32 * _WARPS, True, device)
-    return Launch(kernel, grid, shared_bytes(head_dim, dtype.itemsize, cluster), overlap)
+    source, (cluster, warps) = _SOURCES[dtype], shape
+    kernel = load_kernel(source, f"{source.stem}_{head_dim}_{cluster}_{warps}", 32 * warps, True, device)
+    return Launch(kernel, grid, shared_bytes(head_dim, dtype.itemsize, cluster, warps), overlap)

@@ -1,4 +1,4 @@
-// Paged decode attention over a bf16 cache: kernels decode_<head size>_<blocks of a cluster>.
+// Paged decode attention over a bf16 cache: kernels decode_<head size>_<blocks of a cluster>_<warps of one>.
 #include "decode.cuh"
 
 KERNELS(decode, false, 64)

@@ -21,15 +21,14 @@ struct Params {
     int hints;  // whether the first steps may be asked for before the predecessor has ended
 };
 
-constexpr int WARPS = 4;    // of a block
 constexpr int TOKENS = 16;  // of a step
 constexpr int PART = 128;   // sums that a warp sends to one block at once
 
 // Shapes of shared memory: a ring a warp, whose place its sums take afterwards, and what other blocks send.
-template <int DIM, bool FP8, int CLUSTER>
+template <int DIM, bool FP8, int CLUSTER, int WARPS>
 struct Layout {
     static constexpr int ROW = DIM * (FP8 ? 1 : 2);  // bytes of keys or values of a token
-    static constexpr int STAGES = ROW == 256 ? 3 : ROW == 128 ? 4 : 6;
+    static constexpr int STAGES = ROW == 256 ? (WARPS == 8 ? 2 : 3) : ROW == 128 ? 4 : 6;
     static constexpr int PITCH = ROW + 16;  // ldmatrix without bank conflicts
     static constexpr int TILE = TOKENS * PITCH, STAGE = 2 * TILE, RING = STAGES * STAGE;
     static constexpr int SUM_PITCH = DIM + (FP8 ? 16 : 8);  // floats; stores without bank conflicts
@@ -42,10 +41,10 @@ struct Layout {
 // The rows as one run of group * DIM sums, cut into parts of 128: a warp of each block merges part c of the block's
 // warps and sends it to block c % CLUSTER, which merges the blocks. The last part may have a row too many, which exists
 // (see `store_sums`).
-template <int DIM, bool FP8, int CLUSTER>
+template <int DIM, bool FP8, int CLUSTER, int WARPS>
 __device__ __forceinline__ void merge_warps_and_blocks(const Params& p, unsigned char* shared, int kv_head, int rank,
                                                        int sequence) {
-    using L = Layout<DIM, FP8, CLUSTER>;
+    using L = Layout<DIM, FP8, CLUSTER, WARPS>;
     const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31;
     float* inbox = (float*)(shared + WARPS * L::RING);          // [PARTS][PART]
     float2* inbox_limits = (float2*)(inbox + L::PARTS * PART);  // [PARTS][PART / DIM]
@@ -90,9 +89,9 @@ __device__ __forceinline__ void merge_warps_and_blocks(const Params& p, unsigned
     }
 }
 
-template <int DIM, bool FP8, int CLUSTER>
+template <int DIM, bool FP8, int CLUSTER, int WARPS>
 __device__ __forceinline__ void decode(const Params& p) {
-    using L = Layout<DIM, FP8, CLUSTER>;
+    using L = Layout<DIM, FP8, CLUSTER, WARPS>;
     constexpr int STAGES = L::STAGES, CHUNKS = L::ROW / 16, ROWS_AT_ONCE = 32 / CHUNKS, BYTES = FP8 ? 1 : 2;
     unsigned char* const shared = dynamic_shared();
     const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31, t = lane & 3;
@@ -174,16 +173,18 @@ __device__ __forceinline__ void decode(const Params& p) {
     __syncwarp();
     store_sums<DIM, FP8, L::SUM_PITCH>((float*)(shared + warp * L::RING), o, maximum, total, p.group, lane);
     __syncthreads();
-    merge_warps_and_blocks<DIM, FP8, CLUSTER>(p, shared, kv_head, rank, sequence);
+    merge_warps_and_blocks<DIM, FP8, CLUSTER, WARPS>(p, shared, kv_head, rank, sequence);
 }
 
-#define KERNEL(PREFIX, FP8, D, C)                                                      \
-    extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(32 * WARPS) \
-        PREFIX##_##D##_##C(const __grid_constant__ Params p) {                         \
-        decode<D, FP8, C>(p);                                                          \
+#define KERNEL(PREFIX, FP8, D, C, W)                                               \
+    extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(32 * W) \
+        PREFIX##_##D##_##C##_##W(const __grid_constant__ Params p) {               \
+        decode<D, FP8, C, W>(p);                                                   \
     }
-#define KERNELS(PREFIX, FP8, D) \
-    KERNEL(PREFIX, FP8, D, 1)   \
-    KERNEL(PREFIX, FP8, D, 2)   \
-    KERNEL(PREFIX, FP8, D, 4)   \
-    KERNEL(PREFIX, FP8, D, 8)
+// Head size, blocks of a cluster, warps of a block: blocks that have a multiprocessor to themselves are large.
+#define KERNELS(PREFIX, FP8, D)  \
+    KERNEL(PREFIX, FP8, D, 1, 4) \
+    KERNEL(PREFIX, FP8, D, 1, 8) \
+    KERNEL(PREFIX, FP8, D, 2, 8) \
+    KERNEL(PREFIX, FP8, D, 4, 8) \
+    KERNEL(PREFIX, FP8, D, 8, 8)

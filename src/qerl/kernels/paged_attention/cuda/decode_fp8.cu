@@ -1,4 +1,4 @@
-// Paged decode attention over an E4M3 cache: kernels decode_fp8_<head size>_<blocks of a cluster>.
+// Paged decode attention over an E4M3 cache: kernels decode_fp8_<head size>_<blocks of a cluster>_<warps of one>.
 #include "decode.cuh"
 
 KERNELS(decode_fp8, true, 64)
