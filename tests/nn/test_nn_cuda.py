@@ -7,7 +7,7 @@ from transformers import LlamaConfig
 from qerl.formats.base import get_format
 from qerl.formats.mxfp4_as_nvfp4 import as_nvfp4
 from qerl.kernels.quant_matmul import tiles_supported
-from qerl.nn.attention import _padded_attention, _varlen_attention
+from qerl.nn.attention import _packed_attention, _padded_attention
 from qerl.nn.group import WeightGroup
 from qerl.nn.head import chunked_logprobs
 from qerl.nn.linear import QuantLinear
@@ -80,7 +80,7 @@ def test_packed_attention_with_shared_prefixes() -> None:
     inputs = [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
     grad = torch.randn(shapes[0], device="cuda", dtype=torch.bfloat16)
     results = []
-    for attend, dtype in ((_varlen_attention, torch.bfloat16), (_padded_attention, torch.float32)):
+    for attend, dtype in ((_packed_attention, torch.bfloat16), (_padded_attention, torch.float32)):
         leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
         out = attend(*leaves, batch.sequences, 64**-0.5, None)
         out.backward(grad.to(dtype))

@@ -135,23 +135,40 @@ def _padded_attention(
     return torch.cat(parts)
 
 
-def _varlen_attention(
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_q_len: int,
+    max_k_len: int,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Causal attention of packed sequences on CUDA in 16 bit, the last query of each at its last key.
+
+    Args:
+        q: [Tq, Hq, D]; k, v: [Tk, Hkv, D]; rows may be strided.
+        cu_seqlens_q, cu_seqlens_k: int32 [S + 1], cumulative lengths.
+        max_q_len, max_k_len: longest of each.
+        window: keys a query sees, itself included; None: all.
+
+    Returns:
+        [Tq, Hq, D].
+    """
+    grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if _VARLEN_TAKES_GQA else {}
+    sizes = (-1 if window is None else window - 1, 0)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_q_len, max_k_len)
+    return varlen_attn(q, k, v, *lengths, scale=scale, window_size=sizes, **grouped)
+
+
+def _packed_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seqs: PackedSequences, scale: float, window: int | None
 ) -> torch.Tensor:
-    grouped = q.shape[1] != k.shape[1]
+    lengths = (seqs.cu_seqlens_q, seqs.cu_seqlens_k, seqs.max_q_len, seqs.max_k_len)
     # Indexing, not index_select: its backward adds the shared rows in a fixed order on CUDA.
-    return varlen_attn(
-        q,
-        k[seqs.kv_rows],
-        v[seqs.kv_rows],
-        seqs.cu_seqlens_q,
-        seqs.cu_seqlens_k,
-        seqs.max_q_len,
-        seqs.max_k_len,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        **({"enable_gqa": grouped} if _VARLEN_TAKES_GQA else {}),
-    )
+    return varlen_attention(q, k[seqs.kv_rows], v[seqs.kv_rows], *lengths, scale, window)
 
 
 def packed_attention_forward(
@@ -179,7 +196,7 @@ def packed_attention_forward(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
-    attend = _varlen_attention if q.is_cuda and q.dtype != torch.float32 else _padded_attention
+    attend = _packed_attention if q.is_cuda and q.dtype != torch.float32 else _padded_attention
     return attend(q, k, v, packed_sequences, scale, sliding_window)[None], None
 
 

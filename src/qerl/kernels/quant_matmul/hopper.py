@@ -122,15 +122,16 @@ def matmul_into(
     y: torch.Tensor,
     lora: LoraUpdate | None = None,
     u: torch.Tensor | None = None,
+    u_is_made: bool = False,
 ) -> None:
     """``x`` bf16 [M, K] contiguous, 1 <= M <= 2048, into `y` bf16 or fp32 [M, N] and, with LoRA, `u` bf16 [M, R] (both
-    contiguous and mutated); weights in tiles."""
+    contiguous and mutated, `u` unless it `u_is_made` already); weights in tiles."""
     shape = x.shape[0], weight.out_features, weight.in_features, multiprocessor_count(x.device.index)
     plan = few_rows_plan(*shape) if x.shape[0] <= FEW_ROWS else None
     if plan is not None:
-        run_few_rows(plan, x, weight, bias, lora, y, u)
+        run_few_rows(plan, x, weight, bias, lora, y, u, u_is_made)
     else:
-        run_many_rows(many_rows_plan(*shape), x, weight, bias, lora, y, u)
+        run_many_rows(many_rows_plan(*shape), x, weight, bias, lora, y, u, u_is_made)
 
 
 def run_few_rows(
@@ -141,8 +142,10 @@ def run_few_rows(
     lora: LoraUpdate | None,
     y: torch.Tensor,
     u: torch.Tensor | None = None,
+    u_is_made: bool = False,
 ) -> None:
-    """Launch one few-row kernel into `y` bf16 or fp32 and, with LoRA, `u` bf16 [M, R] (both mutated)."""
+    """Launch one few-row kernel into `y` bf16 or fp32 and, with LoRA, `u` bf16 [M, R] (both mutated; see
+    `matmul_into`)."""
     shape, sms = (x.shape[0], weight.out_features, weight.in_features), multiprocessor_count(x.device.index)
     params = product_params(x, weight, bias, y)
     params.slices = plan.slices
@@ -152,7 +155,8 @@ def run_few_rows(
         assert u is not None, "u is written beside y"
         with_lora = plan.shared_bytes(*shape, sms, u.shape[1])
         fits = with_lora <= SHARED_BYTES
-        if _set_lora(params, x, lora, u, plan.lora_slices(*u.shape, x.shape[1], grid) if fits else None):
+        slices = plan.lora_slices(*u.shape, x.shape[1], grid) if fits and not u_is_made else None
+        if _set_lora(params, x, lora, u, slices, u_is_made):
             shared, warps = with_lora, warps + LORA_WARPS_FEW
     wide = _wide(y)
     kernel_launch(f"few_rows{wide}", plan.name + wide, 32 * warps, (grid, 1, 1), shared, x.device.index)(params)
@@ -166,8 +170,10 @@ def run_many_rows(
     lora: LoraUpdate | None,
     y: torch.Tensor,
     u: torch.Tensor | None = None,
+    u_is_made: bool = False,
 ) -> None:
-    """Launch one many-row kernel into `y` bf16 or fp32 and, with LoRA, `u` bf16 [M, R] (both mutated)."""
+    """Launch one many-row kernel into `y` bf16 or fp32 and, with LoRA, `u` bf16 [M, R] (both mutated; see
+    `matmul_into`)."""
     shape, sms = (x.shape[0], weight.out_features, weight.in_features), multiprocessor_count(x.device.index)
     params = product_params(x, weight, bias, y)
     params.slices = int(plan.whole)
@@ -175,7 +181,8 @@ def run_many_rows(
     maps = [bf16_map(x.data_ptr(), *x.shape, plan.tokens)] * 3
     if lora is not None:
         assert u is not None, "u is written beside y"
-        _set_lora(params, x, lora, u, plan.lora_slices(*u.shape, x.shape[1], grid))
+        slices = None if u_is_made else plan.lora_slices(*u.shape, x.shape[1], grid)
+        _set_lora(params, x, lora, u, slices, u_is_made)
         maps[1:] = bf16_map(u.data_ptr(), *u.shape, plan.tokens), bf16_map(lora.a.data_ptr(), *lora.a.shape, 64)
     wide, threads = _wide(y), 128 * plan.groups + 128
     launch = kernel_launch(
@@ -192,11 +199,12 @@ def _wide(y: torch.Tensor) -> str:
 def lora_shrink(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     """``x a^T``: bf16 [M, K] and [R, K], both contiguous, K a multiple of 32 -> bf16 [M, R]."""
     u = torch.empty(x.shape[0], a.shape[0], dtype=torch.bfloat16, device=x.device)
-    _shrink_into(x, a, u)
+    shrink_into(x, a, u)
     return u
 
 
-def _shrink_into(x: torch.Tensor, a: torch.Tensor, u: torch.Tensor) -> None:
+def shrink_into(x: torch.Tensor, a: torch.Tensor, u: torch.Tensor) -> None:
+    """As `lora_shrink`, into `u` (mutated)."""
     (m, k), r = x.shape, a.shape[0]
     if m > MAX_SHRINK_ROWS:
         torch.mm(x, a.t(), out=u)
@@ -238,14 +246,17 @@ def product_params(x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | No
     return params
 
 
-def _set_lora(params: _Params, x: torch.Tensor, lora: LoraUpdate, u: torch.Tensor, slices: int | None) -> bool:
-    """Add LoRA to a launch that makes `u` (mutated) on the way in `slices` of k, and return True; where it cannot
-    (None), launch the kernel that makes u before."""
+def _set_lora(
+    params: _Params, x: torch.Tensor, lora: LoraUpdate, u: torch.Tensor, slices: int | None, u_is_made: bool
+) -> bool:
+    """Add LoRA to a launch that makes `u` (mutated) on the way in `slices` of k, and return True; where it does not
+    (None), launch the kernel that makes u before, unless it is made."""
     params.lora.u, params.lora.b, params.lora.width = u.data_ptr(), lora.b.data_ptr(), u.shape[1]
     for index, (column, rank, place) in enumerate(lora.places):
         params.lora.column[index], params.lora.rank[index], params.lora.offset[index] = column, rank, place
     if slices is None:
-        _shrink_into(x, lora.a, u)
+        if not u_is_made:
+            shrink_into(x, lora.a, u)
         return False
     _, arrivals, partial = _workspace(x.device)
     params.lora.a, params.lora.partial, params.lora.slices = lora.a.data_ptr(), partial.data_ptr(), slices

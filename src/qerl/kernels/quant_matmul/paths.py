@@ -17,7 +17,7 @@ from qerl.kernels.device import multiprocessor_count
 from qerl.kernels.quant_matmul import hopper, hopper_grad, launch
 from qerl.kernels.quant_matmul.config import FEW_ROWS, few_rows_config
 from qerl.kernels.quant_matmul.hopper_grad_plan import GRAD_ROWS
-from qerl.kernels.quant_matmul.hopper_plan import MANY_ROWS
+from qerl.kernels.quant_matmul.hopper_plan import MANY_ROWS, PACKED_ROWS
 from qerl.kernels.quant_matmul.reference import lora_update
 from qerl.kernels.quant_matmul.weight import GroupWeight, LoraUpdate
 from qerl.kernels.quant_matmul.workspace import workspace
@@ -33,9 +33,10 @@ def matmul(
     m, out_dtype = x.shape[0], out_dtype or x.dtype
     if m == 0:
         return x.new_empty(0, weight.out_features, dtype=out_dtype)
-    if weight.layout == "tiles" and x.dtype == torch.bfloat16 and m <= MANY_ROWS:
+    if weight.layout == "tiles" and x.dtype == torch.bfloat16 and m <= PACKED_ROWS:
         y = x.new_empty(m, weight.out_features, dtype=out_dtype)
-        hopper.matmul_into(x, weight, bias, y)
+        for rows in _row_blocks(m, MANY_ROWS):
+            hopper.matmul_into(x[rows], weight, bias, y[rows])
         return y
     if weight.layout == "rows" and x.dtype == torch.bfloat16 and m <= FEW_ROWS:
         units = multiprocessor_count(x.device.index)
@@ -59,8 +60,11 @@ def lora_matmul(
     out_dtype = out_dtype or x.dtype
     if weight.layout == "tiles" and x.dtype == torch.bfloat16:
         y, u = x.new_empty(x.shape[0], weight.out_features, dtype=out_dtype), x.new_empty(x.shape[0], lora.a.shape[0])
+        in_blocks = x.shape[0] > MANY_ROWS
+        if in_blocks:
+            hopper.shrink_into(x, lora.a, u)
         for rows in _row_blocks(x.shape[0], MANY_ROWS):
-            hopper.matmul_into(x[rows], weight, bias, y[rows], lora, u[rows])
+            hopper.matmul_into(x[rows], weight, bias, y[rows], lora, u[rows], u_is_made=in_blocks)
         return y, u
     u = x @ lora.a.t()
     return matmul(x, weight, bias, torch.float32).add_(lora_update(weight, lora, u)).to(out_dtype), u
