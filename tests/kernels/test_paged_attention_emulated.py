@@ -1,6 +1,7 @@
 """The CUDA C++ decode attention as it is written, on a CPU: its threads as fibers, its instructions emulated."""
 
 import ctypes
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from emulation import EMULATED, build
 from kernel_cases import rms_ratio
 
 from qerl.kernels.paged_attention import hopper
+from qerl.kernels.paged_attention.rotary import newest_places
+from qerl.kernels.rotary import reference as rotary_reference
 
 _KERNELS = Path(hopper.__file__).parent / "cuda"
 _FP8 = torch.float8_e4m3fn
@@ -31,20 +34,28 @@ _CASES = [
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("emulated")
-    sources = (_KERNELS / "decode.cuh", _KERNELS / "steps.cuh", EMULATED / "ptx.cuh", EMULATED / "decode.cpp")
+    kernels = (_KERNELS / name for name in ("decode.cuh", "steps.cuh", "rotate.cuh"))
+    sources = (*kernels, EMULATED / "ptx.cuh", EMULATED / "decode.cpp")
     library = build(folder, sources, ["decode.cpp"])
     library.emulate.restype = ctypes.c_char_p
     return library
 
 
-def _emulate(emulator: ctypes.CDLL, case: PagedCase, cluster: int, eager: bool = False) -> torch.Tensor:
+def _emulate(
+    emulator: ctypes.CDLL,
+    case: PagedCase,
+    cluster: int,
+    eager: bool = False,
+    rotation: ctypes.Structure | None = None,
+) -> torch.Tensor:
     q, k_cache = case.q, case.k_cache
-    out = torch.full_like(q, float("nan"))
+    out = torch.full(q.shape, float("nan"), dtype=q.dtype)
     params = hopper.parameters(*case.inputs, out, case.scale, hints=True)
     shared = hopper.shared_bytes(q.shape[2], k_cache.element_size(), cluster)
     is_fp8 = k_cache.dtype == _FP8
+    rotate = None if rotation is None else ctypes.byref(rotation)
     # Threads take turns in another order when copies are early.
-    rest = (ctypes.byref(params), q.shape[0], shared, eager, eager)
+    rest = (ctypes.byref(params), rotate, q.shape[0], shared, eager, eager)
     assert emulator.emulate(q.shape[2], is_fp8, cluster, *rest) is None
     return out
 
@@ -84,3 +95,108 @@ def test_not_a_number_is_seen(emulator: ctypes.CDLL) -> None:
     out = _emulate(emulator, case, 2)
     assert out[1, 2:].isnan().all()
     assert rms_ratio(out[0], case.expected[0]) < 4e-3 and rms_ratio(out[1, :2], case.expected[1, :2]) < 4e-3
+
+
+# Groups from 1 to 16; newest tokens at the edges of steps and blocks, for every warp and block of a cluster, and behind
+# more steps than a ring or a vector of table entries has.
+_ROTARY_CASES = [
+    (1, (7, 1, 128, 16), (1, 0, 16, 17, 33, 64)),
+    (1, (1, 1, 64, 16), (2300, 48)),
+    (2, (14, 2, 128, 32), (331, 33, 32)),
+    (2, (9, 1, 64, 16), (128, 145, 2)),
+    (4, (9, 3, 64, 16), (200, 1)),
+    (4, (16, 1, 128, 16), (513, 0)),
+    (8, (16, 1, 64, 128), (900, 15, 129)),
+    (8, (7, 1, 128, 16), (0, 65, 512)),
+    (8, (5, 1, 128, 16), (1100,)),
+]
+
+
+@dataclass
+class _Rows:
+    """What a case is before its newest tokens have joined: rows of qkv, and caches with NaN in their places."""
+
+    case: PagedCase
+    qkv: torch.Tensor
+    rope: torch.Tensor
+    norms: tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
+    eps: float = 1e-6
+
+    @property
+    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return newest_places(self.case.block_table, self.case.context_lens, self.case.k_cache.shape[1])
+
+    def in_two_launches(self) -> PagedCase:
+        """The same with the queries and caches that the reference of ``kernels.rotary`` leaves."""
+        qkv, k_cache, v_cache = self.qkv.clone(), self.case.k_cache.clone(), self.case.v_cache.clone()
+        positions, slots = self.places
+        rotary_reference.rotary_kv_write(qkv, self.rope, positions, k_cache, v_cache, slots, *self.norms, self.eps)
+        q, _, _ = rotary_reference.split_heads(qkv, *k_cache.shape[2:])
+        return replace(self.case, q=q, k_cache=k_cache, v_cache=v_cache)
+
+    def in_one_launch(self, emulator: ctypes.CDLL, cluster: int, eager: bool) -> tuple[PagedCase, torch.Tensor]:
+        kv_heads, head_dim = self.case.k_cache.shape[2:]
+        q, _, _ = rotary_reference.split_heads(self.qkv.clone(), kv_heads, head_dim)
+        case = replace(self.case, q=q, k_cache=self.case.k_cache.clone(), v_cache=self.case.v_cache.clone())
+        return case, _emulate(emulator, case, cluster, eager, hopper.rotation(self.rope, *self.norms, self.eps))
+
+
+def _make_rows(
+    lengths: tuple[int, ...],
+    geometry: tuple[int, int, int, int],
+    cache_dtype: torch.dtype | None,
+    norm_dtype: torch.dtype | None,
+    whole: bool = True,
+) -> _Rows:
+    """`whole`: rows of small integers, whose squares have the same sum in any order."""
+    heads, kv_heads, head_dim, _ = geometry
+    case = make_case(lengths, *geometry, torch.bfloat16, "cpu", cache_dtype)
+    qkv = (3 * torch.randn(len(lengths), (heads + 2 * kv_heads) * head_dim)).bfloat16()
+    if norm_dtype is not None and whole:
+        qkv = qkv.round()
+    qkv[:, -head_dim:] *= torch.logspace(-6, 8, head_dim, base=2)  # values beyond E4M3 at both ends
+    angles = torch.rand(max(*lengths, 1), head_dim // 2) * 6
+    norms = (None, None) if norm_dtype is None else tuple((1 + torch.randn(2, head_dim) / 5).to(norm_dtype).unbind())
+    rows = _Rows(case, qkv, torch.cat([angles.cos(), angles.sin()], 1), norms)
+    _, slots = rows.places
+    for cache in (case.k_cache, case.v_cache):
+        poison = torch.full((1, 1), float("nan")).to(cache.dtype).view(torch.uint8)
+        cache.view(torch.uint8).flatten(0, 1)[slots[slots >= 0]] = poison.flatten().repeat(head_dim)
+    return rows
+
+
+def _bytes_are_equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("norm_dtype", [None, torch.bfloat16, torch.float32], ids=["plain", "norm", "norm32"])
+@pytest.mark.parametrize("cache_dtype", [None, _FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("cluster, geometry, lengths", _ROTARY_CASES, ids=str)
+def test_rotation_and_write_change_no_bit(
+    emulator: ctypes.CDLL,
+    cluster: int,
+    geometry: tuple[int, int, int, int],
+    lengths: tuple[int, ...],
+    cache_dtype: torch.dtype | None,
+    norm_dtype: torch.dtype | None,
+) -> None:
+    rows = _make_rows(lengths, geometry, cache_dtype, norm_dtype)
+    two = rows.in_two_launches()
+    expected = _emulate(emulator, two, cluster)
+    assert expected.isfinite().all()
+    for eager in (False, True):
+        one, out = rows.in_one_launch(emulator, cluster, eager)
+        assert torch.equal(out, expected)
+        assert _bytes_are_equal(one.k_cache, two.k_cache) and _bytes_are_equal(one.v_cache, two.v_cache)
+
+
+@pytest.mark.parametrize("geometry", [(7, 1, 128, 16), (9, 3, 64, 16)], ids=str)
+def test_norms_of_any_rows(emulator: ctypes.CDLL, geometry: tuple[int, int, int, int]) -> None:
+    """A norm sums its squares in an order of its own: a number near the middle of two bf16 may fall to the other."""
+    rows = _make_rows((40, 1, 100), geometry, None, torch.bfloat16, whole=False)
+    two = rows.in_two_launches()
+    one, out = rows.in_one_launch(emulator, 2, eager=False)
+    assert rms_ratio(out, _emulate(emulator, two, 2)) < 1e-3
+    _, slots = rows.places
+    assert rms_ratio(*(case.k_cache.flatten(0, 1)[slots] for case in (one, two))) < 2e-4
+    assert _bytes_are_equal(one.v_cache, two.v_cache)
