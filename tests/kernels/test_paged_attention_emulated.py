@@ -1,7 +1,6 @@
 """The CUDA C++ decode attention as it is written, on a CPU: its threads as fibers, its instructions emulated."""
 
 import ctypes
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +8,9 @@ import torch
 from attention_cases import PagedCase, make_case
 from emulation import EMULATED, build
 from kernel_cases import rms_ratio
+from rotary_decode_cases import NewRows, make_new_rows
 
 from qerl.kernels.paged_attention import hopper
-from qerl.kernels.paged_attention.rotary import newest_places
 from qerl.kernels.rotary import reference as rotary_reference
 
 _KERNELS = Path(hopper.__file__).parent / "cuda"
@@ -112,61 +111,26 @@ _ROTARY_CASES = [
 ]
 
 
-@dataclass
-class _Rows:
-    """What a case is before its newest tokens have joined: rows of qkv, and caches with NaN in their places."""
-
-    case: PagedCase
-    qkv: torch.Tensor
-    rope: torch.Tensor
-    norms: tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
-    eps: float = 1e-6
-
-    @property
-    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return newest_places(self.case.block_table, self.case.context_lens, self.case.k_cache.shape[1])
-
-    def in_two_launches(self) -> PagedCase:
-        """The same with the queries and caches that the reference of ``kernels.rotary`` leaves."""
-        qkv, k_cache, v_cache = self.qkv.clone(), self.case.k_cache.clone(), self.case.v_cache.clone()
-        positions, slots = self.places
-        rotary_reference.rotary_kv_write(qkv, self.rope, positions, k_cache, v_cache, slots, *self.norms, self.eps)
-        q, _, _ = rotary_reference.split_heads(qkv, *k_cache.shape[2:])
-        return replace(self.case, q=q, k_cache=k_cache, v_cache=v_cache)
-
-    def in_one_launch(self, emulator: ctypes.CDLL, cluster: int, eager: bool) -> tuple[PagedCase, torch.Tensor]:
-        kv_heads, head_dim = self.case.k_cache.shape[2:]
-        q, _, _ = rotary_reference.split_heads(self.qkv.clone(), kv_heads, head_dim)
-        case = replace(self.case, q=q, k_cache=self.case.k_cache.clone(), v_cache=self.case.v_cache.clone())
-        return case, _emulate(emulator, case, cluster, eager, hopper.rotation(self.rope, *self.norms, self.eps))
+def _in_two_launches(rows: NewRows) -> NewRows:
+    """With the queries and caches that the reference of ``kernels.rotary`` leaves."""
+    two = rows.to("cpu")
+    rotary_reference.rotary_kv_write(*two.rotary_inputs)
+    return two
 
 
-def _make_rows(
-    lengths: tuple[int, ...],
-    geometry: tuple[int, int, int, int],
-    cache_dtype: torch.dtype | None,
-    norm_dtype: torch.dtype | None,
-    whole: bool = True,
-) -> _Rows:
-    """`whole`: rows of small integers, whose squares have the same sum in any order."""
-    heads, kv_heads, head_dim, _ = geometry
-    case = make_case(lengths, *geometry, torch.bfloat16, "cpu", cache_dtype)
-    qkv = (3 * torch.randn(len(lengths), (heads + 2 * kv_heads) * head_dim)).bfloat16()
-    if norm_dtype is not None and whole:
-        qkv = qkv.round()
-    qkv[:, -head_dim:] *= torch.logspace(-6, 8, head_dim, base=2)  # values beyond E4M3 at both ends
-    angles = torch.rand(max(*lengths, 1), head_dim // 2) * 6
-    norms = (None, None) if norm_dtype is None else tuple((1 + torch.randn(2, head_dim) / 5).to(norm_dtype).unbind())
-    rows = _Rows(case, qkv, torch.cat([angles.cos(), angles.sin()], 1), norms)
-    _, slots = rows.places
-    for cache in (case.k_cache, case.v_cache):
-        poison = torch.full((1, 1), float("nan")).to(cache.dtype).view(torch.uint8)
-        cache.view(torch.uint8).flatten(0, 1)[slots[slots >= 0]] = poison.flatten().repeat(head_dim)
-    return rows
+def _attend(
+    emulator: ctypes.CDLL, rows: NewRows, cluster: int, eager: bool = False, rotation: ctypes.Structure | None = None
+) -> torch.Tensor:
+    case = PagedCase(*rows.attention_inputs, rows.scale, torch.empty(0))
+    return _emulate(emulator, case, cluster, eager, rotation)
 
 
-def _bytes_are_equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+def _in_one_launch(emulator: ctypes.CDLL, rows: NewRows, cluster: int, eager: bool) -> tuple[NewRows, torch.Tensor]:
+    one = rows.to("cpu")
+    rotation = hopper.rotation(one.rope, one.q_norm, one.k_norm, one.eps)
+    out = _attend(emulator, one, cluster, eager, rotation)
+    assert torch.equal(one.qkv, rows.qkv)
+    return one, out
 
 
 @pytest.mark.parametrize("norm_dtype", [None, torch.bfloat16, torch.float32], ids=["plain", "norm", "norm32"])
@@ -180,23 +144,23 @@ def test_rotation_and_write_change_no_bit(
     cache_dtype: torch.dtype | None,
     norm_dtype: torch.dtype | None,
 ) -> None:
-    rows = _make_rows(lengths, geometry, cache_dtype, norm_dtype)
-    two = rows.in_two_launches()
-    expected = _emulate(emulator, two, cluster)
+    rows = make_new_rows(lengths, geometry, cache_dtype=cache_dtype, norm_dtype=norm_dtype)
+    two = _in_two_launches(rows)
+    expected = _attend(emulator, two, cluster)
     assert expected.isfinite().all()
     for eager in (False, True):
-        one, out = rows.in_one_launch(emulator, cluster, eager)
+        one, out = _in_one_launch(emulator, rows, cluster, eager)
         assert torch.equal(out, expected)
-        assert _bytes_are_equal(one.k_cache, two.k_cache) and _bytes_are_equal(one.v_cache, two.v_cache)
+        assert one.caches_equal(two)
 
 
 @pytest.mark.parametrize("geometry", [(7, 1, 128, 16), (9, 3, 64, 16)], ids=str)
 def test_norms_of_any_rows(emulator: ctypes.CDLL, geometry: tuple[int, int, int, int]) -> None:
     """A norm sums its squares in an order of its own: a number near the middle of two bf16 may fall to the other."""
-    rows = _make_rows((40, 1, 100), geometry, None, torch.bfloat16, whole=False)
-    two = rows.in_two_launches()
-    one, out = rows.in_one_launch(emulator, 2, eager=False)
-    assert rms_ratio(out, _emulate(emulator, two, 2)) < 1e-3
-    _, slots = rows.places
+    rows = make_new_rows((40, 1, 100), geometry, norm_dtype=torch.bfloat16, whole=False)
+    two = _in_two_launches(rows)
+    one, out = _in_one_launch(emulator, rows, 2, eager=False)
+    assert rms_ratio(out, _attend(emulator, two, 2)) < 1e-3
+    slots = rows.rotary_inputs[5]
     assert rms_ratio(*(case.k_cache.flatten(0, 1)[slots] for case in (one, two))) < 2e-4
-    assert _bytes_are_equal(one.v_cache, two.v_cache)
+    assert torch.equal(one.v_cache.flatten(0, 1)[slots], two.v_cache.flatten(0, 1)[slots])

@@ -81,9 +81,8 @@ def rotary_kv_write_kernel(
     one_mask = half_mask[None, :]
     key = row + (GROUP * KV_HEADS + kv_head) * head_dim + half[None, :]
     first, second = _norm_rotate(key, one_mask, half, half_mask, cos, sin, k_weight, eps, HALF, HAS_NORM)
-    slot = tl.load(slots + token)
-    place = (slot * KV_HEADS + kv_head) * head_dim + half[None, :]
-    stored = one_mask & (slot >= 0)
+    place = (tl.load(slots + token) * KV_HEADS + kv_head) * head_dim + half[None, :]
+    stored = one_mask & (place >= 0)  # nothing of a negative slot
     _store(k_cache + place, first, stored, FP8)
     _store(k_cache + place + HALF, second, stored, FP8)
     value = key + KV_HEADS * head_dim
