@@ -11,9 +11,9 @@ from qerl.kernels.rotary import rotary_kv_write
 
 _FP8 = torch.float8_e4m3fn
 _GEOMETRIES = [(28, 4, 128, 16), (9, 3, 64, 32), (16, 1, 128, 128), (9, 1, 64, 16)]
-_LENGTHS = [(1,), (0, 15, 16, 17, 63, 65), (2000, 1, 700), tuple(range(1, 201))]
+_LENGTHS = [(1, 0, 15, 16, 17, 63, 65), (2000, 1, 700), (5, 20) * 70]
 CACHES = pytest.mark.parametrize("cache_dtype", [None, _FP8], ids=["same", "fp8"])
-NORMS = pytest.mark.parametrize("norm_dtype", [None, torch.bfloat16, torch.float32], ids=["plain", "norm", "norm32"])
+NORMS = pytest.mark.parametrize("norm_dtype", [None, torch.bfloat16], ids=["plain", "norm"])
 
 
 def _two_launches(rows: NewRows, cluster: int | None = None) -> torch.Tensor:
@@ -83,7 +83,7 @@ def hopper_gpu() -> None:
 @NORMS
 @pytest.mark.parametrize("cluster", hopper.CLUSTERS)
 @pytest.mark.parametrize("geometry", _GEOMETRIES, ids=str)
-@pytest.mark.parametrize("lengths", _LENGTHS, ids=["one", "edges", "long", "many"])
+@pytest.mark.parametrize("lengths", _LENGTHS, ids=["edges", "long", "many"])
 @pytest.mark.usefixtures("poisoned_memory", "hopper_gpu")
 def test_gpu_one_launch_changes_no_bit(
     lengths: tuple[int, ...],

@@ -95,7 +95,7 @@ __device__ __forceinline__ void merge_warps_and_blocks(const Params& p, unsigned
 // that owns the last step writes that token to the cache for later launches, and to its ring itself: no block of this
 // launch reads the place in the cache, so that nothing has to be ordered.
 template <int DIM, bool FP8, int CLUSTER, bool ROTATE>
-__device__ __forceinline__ void decode(const Params& p, const Rotation& r) {
+__device__ __forceinline__ void decode(const Params& p, const Rotation& rotation) {
     using L = Layout<DIM, FP8, CLUSTER>;
     constexpr int STAGES = L::STAGES, CHUNKS = L::ROW / 16, ROWS_AT_ONCE = 32 / CHUNKS, BYTES = FP8 ? 1 : 2;
     unsigned char* const shared = dynamic_shared();
@@ -162,15 +162,15 @@ __device__ __forceinline__ void decode(const Params& p, const Rotation& r) {
     NewToken<DIM, FP8> token;
     int newest = -1;  // the step that has it, if it is this warp's (which it never is where length is 0)
     if constexpr (ROTATE) {
-        const float* angles = r.rope + (long long)max(length - 1, 0) * DIM;
+        const float* angles = rotation.rope + (long long)max(length - 1, 0) * DIM;
         if (step_of(mine - 1) == (length - 1) / TOKENS) {
             newest = mine - 1;
             const long long place = place_of(newest, block_of(newest), (length - 1) % TOKENS);
             const uint16_t* const key = q + (p.kv_heads * p.group + kv_head) * DIM;
-            token.load(key, key + p.kv_heads * DIM, r, angles, lane);
+            token.load(key, key + p.kv_heads * DIM, rotation, angles, lane);
             token.store((unsigned char*)p.k + place, (unsigned char*)p.v + place, lane);
         }
-        rotate_query<DIM, FP8>(query, r, angles, p.group, lane);
+        rotate_query<DIM, FP8>(query, rotation, angles, p.group, lane);
     }
     if constexpr (FP8) scale_query<DIM>(query, factor);
 
@@ -206,10 +206,10 @@ __device__ __forceinline__ void decode(const Params& p, const Rotation& r) {
         PREFIX##_##D##_##C(const __grid_constant__ Params p) {                         \
         decode<D, FP8, C, false>(p, {});                                               \
     }
-#define ROTARY_KERNEL(PREFIX, FP8, D, C)                                                               \
-    extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(32 * WARPS)                 \
-        PREFIX##_##D##_##C(const __grid_constant__ Params p, const __grid_constant__ Rotation r) {     \
-        decode<D, FP8, C, true>(p, r);                                                                 \
+#define ROTARY_KERNEL(PREFIX, FP8, D, C)                                                           \
+    extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(32 * WARPS)             \
+        PREFIX##_##D##_##C(const __grid_constant__ Params p, const __grid_constant__ Rotation r) { \
+        decode<D, FP8, C, true>(p, r);                                                             \
     }
 #define KERNELS(KERNEL, PREFIX, FP8, D) \
     KERNEL(PREFIX, FP8, D, 1)           \
