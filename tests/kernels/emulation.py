@@ -28,7 +28,7 @@ def build(folder: Path, sources: Iterable[Path], units: list[str], before: str |
     for source in (*sources, EMULATED / "machine.cuh"):
         (folder / source.name).write_text(readable(source.read_text()))
     options = ["-std=c++17", "-O1", "-fPIC", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing", "-w", "-Wno-psabi"]
-    options += ["-x", "c++", *(["-include", before] if before else [])]
+    options += ["-ffp-contract=off", "-x", "c++", *(["-include", before] if before else [])]
     jobs = [
         subprocess.Popen([compiler, *options, "-c", unit, "-o", f"{unit}.o"], cwd=folder, stderr=subprocess.PIPE)
         for unit in units

@@ -40,6 +40,18 @@ def test_normed_heads(name: str, dtype: torch.dtype) -> None:
     assert case.k_cache.isnan().sum() == case.k_cache.numel() - stored.numel()
 
 
+def test_tokens_with_negative_slots_are_not_stored() -> None:
+    case = make_rotary(6, *SHAPES["gqa3-d64"], torch.bfloat16, False)
+    case.slots[[1, 4]] = -1
+    expected = case.to("cpu")
+    launch.rotary_kv_write(*case.inputs)
+    reference.rotary_kv_write(*expected.inputs)
+    assert torch.equal(case.qkv, expected.qkv)
+    assert (~case.k_cache.isnan()).sum() == 4 * 3 * 64
+    for cache, wanted in ((case.k_cache, expected.k_cache), (case.v_cache, expected.v_cache)):
+        assert torch.equal(cache.view(torch.uint8), wanted.view(torch.uint8))
+
+
 def test_float8_bytes_of_every_bf16() -> None:
     """All finite bf16 numbers, as the values of 16 tokens."""
     numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)

@@ -197,7 +197,7 @@ def test_the_choice_on_an_h200() -> None:
 
 
 ATTENTION = Path(paged_attention.hopper.__file__).parent / "cuda"
-ATTENTIONS = ("decode", "decode_fp8")
+ATTENTIONS = ("decode", "decode_fp8", "rotary_decode", "rotary_decode_fp8")
 PRODUCTS = ("few_rows", "many_rows", "few_rows_wide", "many_rows_wide", "input_grad", "dequantize", "lora_shrink")
 
 

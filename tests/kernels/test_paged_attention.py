@@ -77,7 +77,7 @@ def test_shared_memory_of_a_multiprocessor_suffices() -> None:
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which implementation a test runs; CUDA C++ only where there is a Hopper GPU."""
     if request.param == "triton":
-        monkeypatch.setattr(hopper, "serves", lambda q, k_cache, v_cache: False)
+        monkeypatch.setattr(hopper, "serves", lambda q, k_cache, v_cache, rotary=False: False)
     elif not tiles_supported(torch.device("cuda", 0)):
         pytest.skip("needs a Hopper GPU and NVRTC")
     return request.param

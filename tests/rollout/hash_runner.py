@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from qerl.kernels.paged_attention.rotary import newest_places
 from qerl.rollout.core import ForwardBatch, SamplingParams
 from qerl.rollout.decode_step import DecodeBuffers, bucket_sizes
 from qerl.rollout.decoder import Decoder
@@ -44,6 +45,7 @@ class HashRunner:
     def __init__(self) -> None:
         self.engine: RolloutEngine | None = None
         self.forwards = 0
+        self.independent_forwards = 0
         self.padded_rows = 0
         self.key = 0
         self.poison_at: int | None = None
@@ -80,6 +82,15 @@ class HashRunner:
         slots = batch.slot_mapping[batch.slot_mapping >= block_size]
         self.padded_rows += tokens - len(slots)
         assert slots.unique().numel() == len(slots)
+        if batch.independent_rows:
+            assert tokens == sequences
+            places = newest_places(batch.block_table, batch.context_lens, block_size)
+            assert torch.equal(torch.stack(places), torch.stack((batch.positions, batch.slot_mapping)))
+            held = torch.arange(batch.block_table.shape[1]) * block_size < batch.context_lens[:, None]
+            written = batch.slot_mapping // block_size
+            reads = ((batch.block_table[:, None] == written[:, None]) & held[:, None]).any(-1)  # [reader, writer]
+            assert not (reads & (written > 0)).fill_diagonal_(False).any()
+            self.independent_forwards += 1
         for name in ("token_ids", "positions", "slot_mapping", "logits_index"):
             assert getattr(batch, name).dtype == torch.int64
         for name in ("cu_seqlens_q", "context_lens", "block_table"):

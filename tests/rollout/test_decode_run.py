@@ -109,6 +109,7 @@ def test_graphs_are_kept_between_calls_and_void_when_an_address_changes() -> Non
     prompts, sampling = random_prompts(random.Random(1), 8, 9), SamplingParams(max_tokens=20, ignore_eos=True)
     assert_same(engine, prompts, sampling)
     assert (engine.stats.graph_captures, engine.stats.graph_replays) == (1, engine.stats.decode_steps - 1)
+    assert engine.runner.independent_forwards == engine.stats.decode_steps
     pool = engine.kv
     assert_same(engine, prompts, sampling)
     assert (engine.stats.graph_captures, engine.stats.graph_replays) == (0, engine.stats.decode_steps)

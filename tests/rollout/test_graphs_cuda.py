@@ -11,6 +11,7 @@ from qerl.nn.loading import eos_token_ids, load_model
 from qerl.nn.lora import prepare_lora_config
 from qerl.nn.norm import aqn_norms
 from qerl.rl.aqn import NoiseInjector
+from qerl.rollout import runner
 from qerl.rollout.core import CompletionOutput, SamplingParams
 from qerl.rollout.engine import EngineConfig, RolloutEngine
 from qerl.rollout.runner import DecoderRunner
@@ -63,6 +64,21 @@ def test_graphs_change_no_bit(weights: str, sampling: SamplingParams, tmp_path: 
         assert graphed.generate(prompts, sampling) == expected
     assert graphed.stats.graph_captures == 0
     assert graphed.stats.graph_replays == graphed.stats.decode_steps > 50
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_rotation_inside_attention_changes_no_bit(
+    kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without head norms, whose sums run in another order."""
+    model = policy(tmp_path, "llama")
+    sampling = SamplingParams(n=20, max_tokens=60, seed=1)
+    one, two = engine_of(model, kv_dtype=kv_dtype), engine_of(model, kv_dtype=kv_dtype)
+    for _ in range(2):
+        found = one.generate(PROMPTS, sampling)
+    monkeypatch.setattr(runner, "serves_rotary_decode", lambda *tensors: False)
+    for _ in range(2):
+        assert two.generate(PROMPTS, sampling) == found
 
 
 def test_noise_and_optimizer_steps_reach_captured_graphs(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from hash_runner import GraphedEngine
 from test_runner import PROMPTS, largest_difference, policy
 from tiny_models import save_tiny, tiny_tokenizer
 
+from qerl.kernels.paged_attention.rotary import rotary_decode
 from qerl.nn.loading import eos_token_ids, load_model
 from qerl.nn.norm import aqn_norms
 from qerl.rl.aqn import NoiseInjector
+from qerl.rollout import runner
 from qerl.rollout.build import make_engine
 from qerl.rollout.core import SamplingParams
 from qerl.rollout.engine import EngineConfig
@@ -51,6 +53,50 @@ def test_drafts_change_no_token_and_get_the_trainers_logprobs(
         assert largest_difference(model, outputs, 1.0) < 1e-5
     assert engine.stats.accepted_tokens > 30 and engine.stats.acceptance > 0.5
     assert engine.stats.graph_replays > 0
+
+
+@pytest.fixture
+def one_launch_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The engine decodes as on a Hopper GPU, through ``rotary_decode`` (on the CPU its two references); its rows."""
+    rows: list[int] = []
+
+    def recording(qkv: torch.Tensor, *rest: object) -> torch.Tensor:
+        rows.append(len(qkv))
+        return rotary_decode(qkv, *rest)
+
+    monkeypatch.setattr(runner, "serves_rotary_decode", lambda *tensors: True)
+    monkeypatch.setattr(runner, "rotary_decode", recording)
+    return rows
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_rotation_inside_attention_gives_the_trainers_logprobs(
+    family: str, tiny_checkpoints: dict[str, Path], one_launch_rows: list[int]
+) -> None:
+    model = policy(tiny_checkpoints[family])
+    engine = graphed_engine(model)
+    sampling = SamplingParams(n=3, max_tokens=30, temperature=0.7, seed=1)
+    outputs = engine.generate(PROMPTS, sampling)
+    assert largest_difference(model, outputs, 0.7) < 1e-5
+    layers = engine.runner.num_layers
+    assert len(one_launch_rows) == layers * engine.stats.decode_steps
+
+
+def test_steps_with_drafts_rotate_before_attention(
+    tiny_checkpoints: dict[str, Path], one_launch_rows: list[int]
+) -> None:
+    """A draft attends to rows of its own launch."""
+    model = policy(tiny_checkpoints["qwen3"])
+    sampling = SamplingParams(n=2, max_tokens=30, seed=1)
+    engine = graphed_engine(model, speculative_tokens=4, speculative_history=10_000)
+    for _ in range(3):
+        one_launch_rows.clear()
+        outputs = engine.generate(PROMPTS, sampling)
+        assert largest_difference(model, outputs, 1.0) < 1e-5
+    assert engine.stats.accepted_tokens > 30
+    assert len(one_launch_rows) < engine.runner.num_layers * engine.stats.decode_steps
+    plain = make_engine(model, tiny_tokenizer(), max_model_len=64).generate(PROMPTS, sampling)
+    assert [s.token_ids for g in outputs for s in g] == [s.token_ids for g in plain for s in g]
 
 
 def test_noise_and_optimizer_steps_reach_replayed_steps_without_a_capture(tiny_checkpoints: dict[str, Path]) -> None:

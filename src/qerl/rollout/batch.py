@@ -52,6 +52,8 @@ def build_batch(chunks: Sequence[Chunk], block_size: int, device: torch.device) 
         max_context_len=int((starts + counts).max()),
         logits_index=tensor(bounds[1:][wants_logits] - 1, torch.int64),
         segments=segments,
+        # A block that is written belongs to one sequence alone, and a sequence has one chunk a step.
+        independent_rows=all(segment.kind == "decode" for segment in segments),
     )
     return batch, drawing
 

@@ -162,6 +162,9 @@ class ForwardBatch:
 
     ``segments`` splits the sequences for attention. Empty means "not planned": attention then takes the
     whole batch as one segment, which is always right.
+
+    ``independent_rows``: every row is the newest token of its sequence, at the place that block_table gives
+    (which is its slot), and no other row attends to it. Drafts are rows that others attend to. False claims nothing.
     """
 
     token_ids: torch.Tensor
@@ -174,6 +177,7 @@ class ForwardBatch:
     max_context_len: int
     logits_index: torch.Tensor
     segments: tuple[Segment, ...] = field(default=())
+    independent_rows: bool = False
 
 
 class Runner(Protocol):

@@ -126,7 +126,8 @@ class DecodeRun:
         size = decoder.size_of(count)
         self._stage(order, positions, size, cells)
         decoder.buffers.upload(self._turn, cells.shape[1])
-        decoder.run(self.kv, size, int(positions.max()) + 1, self._draws.groups(self._kind[order]))
+        groups = self._draws.groups(self._kind[order])
+        decoder.run(self.kv, size, int(positions.max()) + 1, groups, drafts=False)
         decoder.buffers.send_back(self._turn)
         self._flying.append(_Launch(self._turn, order, positions))
         self._turn += 1

@@ -123,11 +123,14 @@ class DecodeBuffers:
         return self._returned_arrays[turn % self.depth]
 
 
-def forward_rows(runner: Runner, kv: KVCache, buffers: DecodeBuffers, size: int, max_context_len: int) -> torch.Tensor:
+def forward_rows(
+    runner: Runner, kv: KVCache, buffers: DecodeBuffers, size: int, max_context_len: int, drafts: bool
+) -> torch.Tensor:
     """Logits fp32 [size, V] of the first ``size`` rows of ``buffers`` (``kv`` is mutated). Nothing waits for the
     device, nothing depends on values that the host holds.
 
-    ``max_context_len`` bounds the context of every row; it matters only where attention gathers the cache.
+    ``max_context_len`` bounds the context of every row; it matters only where attention gathers the cache. ``drafts``:
+    whether there are several rows of a sample.
     """
     source, token, positions, slots, _, _, table_row = buffers.inputs[:CELL_INDEX, :size].unbind(0)
     sampled_before = buffers.tokens.index_select(0, source.clamp_min(0))
@@ -142,6 +145,7 @@ def forward_rows(runner: Runner, kv: KVCache, buffers: DecodeBuffers, size: int,
         max_context_len=max_context_len,
         logits_index=buffers.rows[:size],
         segments=(Segment("decode", 0, size, 0, size, 1, max_context_len),),
+        independent_rows=not drafts,
     )
     return runner.forward(batch, kv)
 

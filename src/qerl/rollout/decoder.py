@@ -42,9 +42,10 @@ class Decoder:
         stage[:CELL_INDEX, rows:size] = self.buffers.padding
         return stage
 
-    def run(self, kv: KVCache, size: int, longest: int, groups: DrawGroups) -> None:
+    def run(self, kv: KVCache, size: int, longest: int, groups: DrawGroups, *, drafts: bool) -> None:
         """Forward and sampling of the first ``size`` rows of the buffers, captured whole or the forward alone (mutates
-        ``kv`` and the buffers). ``longest`` bounds the context of every row.
+        ``kv`` and the buffers). ``longest`` bounds the context of every row; ``drafts`` says whether there are several
+        rows of a sample.
 
         Truncated sampling stays outside: it is dozens of ops beside a sort of the vocabulary, and a server may see any
         number of such settings. So does sampling in more than one way.
@@ -54,15 +55,16 @@ class Decoder:
         bound = buffers.table.shape[1] * kv.block_size if graphs.enabled else longest
 
         def forward() -> torch.Tensor:
-            return forward_rows(self.runner, kv, buffers, size, bound)
+            return forward_rows(self.runner, kv, buffers, size, bound, drafts)
 
+        shape = (size, drafts)
         sampling = groups[0][0]
         if len(groups) == 1 and not sampling.truncates:
-            graphs.run(sampling.distribution, size, lambda: draw_rows(buffers, forward(), sampling, 0))
+            graphs.run(sampling.distribution, shape, lambda: draw_rows(buffers, forward(), sampling, 0))
             return
         if graphs.enabled:
             logits = buffers.logits(size, self.runner.vocab_size)
-            graphs.run("forward alone", size, lambda: logits.copy_(forward()))
+            graphs.run("forward alone", shape, lambda: logits.copy_(forward()))
         else:
             logits = forward()
         for sampling, start, end in groups:

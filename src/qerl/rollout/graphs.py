@@ -1,10 +1,11 @@
 """Decode steps in CUDA graphs: one launch instead of hundreds.
 
-A graph is captured for a batch size and a kind of step (how it samples), when that pair is wanted for the second time:
-the first time runs eagerly, which compiles the kernels and is a step like any other. Graphs share one memory pool,
-which is sound because they run one after another and leave their results in static buffers outside it. They hold
-addresses, so they live as long as the KV pool and every tensor of the model stay where they are (``fingerprint``);
-values may change in between: an optimizer step or noise in a norm's slot reaches the next replay.
+A graph is captured for the shape of a batch (its size, and whether drafts are among its rows) and a kind of step (how
+it samples), when that pair is wanted for the second time: the first time runs eagerly, which compiles the kernels and
+is a step like any other. Graphs share one memory pool, which is sound because they run one after another and leave
+their results in static buffers outside it. They hold addresses, so they live as long as the KV pool and every tensor of
+the model stay where they are (``fingerprint``); values may change in between: an optimizer step or noise in a norm's
+slot reaches the next replay.
 
 Replays are asynchronous, and nobody waits for steps whose tokens are not wanted any more. So the device is waited for
 before graphs are let go of: neither they nor the tensors that they address are freed under a replay.
@@ -38,8 +39,8 @@ class StepGraphs:
         self._capture = capture
         self._wait = wait
         self._fingerprint: Hashable = None
-        # kind -> size -> the replayable step, or None after the first run.
-        self._steps: OrderedDict[Hashable, dict[int, Step | None]] = OrderedDict()
+        # kind -> shape -> the replayable step, or None after the first run.
+        self._steps: OrderedDict[Hashable, dict[Hashable, Step | None]] = OrderedDict()
 
     @property
     def enabled(self) -> bool:
@@ -57,10 +58,10 @@ class StepGraphs:
         self._wait_before_forgetting(self._steps.values())
         self._steps.clear()
 
-    def run(self, kind: Hashable, size: int, step: Step) -> None:
-        """Run ``step`` of ``size`` rows, from a graph if there is one or if it is time to capture it.
+    def run(self, kind: Hashable, shape: Hashable, step: Step) -> None:
+        """Run ``step``, from a graph if there is one or if it is time to capture it.
 
-        Steps of one kind (a sampling distribution) and size must be the same work on the same tensors.
+        Steps of one kind (a sampling distribution) and shape must be the same work on the same tensors.
         """
         if self._capture is None:
             step()
@@ -70,17 +71,17 @@ class StepGraphs:
         if len(self._steps) > MAX_KINDS:
             self._wait_before_forgetting([next(iter(self._steps.values()))])
             self._steps.popitem(last=False)
-        if size not in steps:
-            steps[size] = None
+        if shape not in steps:
+            steps[shape] = None
             step()
             return
-        if steps[size] is None:
-            steps[size] = self._capture(step)
+        if steps[shape] is None:
+            steps[shape] = self._capture(step)
             self.captures += 1
         self.replays += 1
-        steps[size]()
+        steps[shape]()
 
-    def _wait_before_forgetting(self, kinds: Iterable[dict[int, Step | None]]) -> None:
+    def _wait_before_forgetting(self, kinds: Iterable[dict[Hashable, Step | None]]) -> None:
         if self._wait is not None and any(step is not None for steps in kinds for step in steps.values()):
             self._wait()
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from qerl.kernels.paged_attention.rotary import rotary_decode, serves_rotary_decode
 from qerl.kernels.rms_norm import add_rms_norm
 from qerl.kernels.rotary import rotary_kv_write
 from qerl.kernels.silu_mul import silu_mul
@@ -210,9 +211,13 @@ class DecoderRunner:
         q_norm, k_norm, eps = None, None, 0.0
         if layer.q_norm is not None:
             q_norm, k_norm, eps = layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.variance_epsilon
-        places = (batch.positions, kv.k[index], kv.v[index], batch.slot_mapping)
-        q, k, v = rotary_kv_write(layer.qkv(x), self.rope, *places, q_norm, k_norm, eps)
-        out = paged_attention(q, k, v, kv, index, batch, self.scale)
+        qkv, caches, norms = layer.qkv(x), (kv.k[index], kv.v[index]), (q_norm, k_norm)
+        if batch.independent_rows and serves_rotary_decode(qkv, self.rope, *caches, *norms):
+            contexts = (batch.block_table, batch.context_lens)
+            out = rotary_decode(qkv, self.rope, *caches, *contexts, self.scale, *norms, eps)
+        else:
+            q, k, v = rotary_kv_write(qkv, self.rope, batch.positions, *caches, batch.slot_mapping, *norms, eps)
+            out = paged_attention(q, k, v, kv, index, batch, self.scale)
         return layer.o(out.flatten(1))
 
     @torch.no_grad()

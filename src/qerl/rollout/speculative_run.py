@@ -95,7 +95,8 @@ class SpeculativeRun:
         decoder.buffers.upload(self._turn, len(cells))
         longest = max(len(seat.sample.token_ids) + len(draft.token_ids) for seat, draft in self._flying)
         kinds = [seat.kind for seat, draft in self._flying for _ in range(1 + len(draft.token_ids))]
-        decoder.run(self.kv, size, longest, self._draws.groups(np.array(kinds, dtype=np.int64)))
+        groups = self._draws.groups(np.array(kinds, dtype=np.int64))
+        decoder.run(self.kv, size, longest, groups, drafts=rows > len(drafts))
         decoder.buffers.send_back(self._turn)
         return rows
 

@@ -77,6 +77,23 @@ inline void widen(uint32_t bytes, uint32_t& lower, uint32_t& upper) {
     lower = half_of_e4m3(bytes & 0xff) | half_of_e4m3(bytes >> 8 & 0xff) << 16;
     upper = half_of_e4m3(bytes >> 16 & 0xff) | half_of_e4m3(bytes >> 24) << 16;
 }
+inline uint32_t e4m3_of(float value) {
+    if (value != value) return 0x7f;
+    const uint32_t sign = std::signbit(value) ? 0x80 : 0;
+    const float magnitude = min(std::fabs(value), 448.0f);
+    int exponent;
+    std::frexp(magnitude, &exponent);  // magnitude < 2^exponent
+    const int step = max(exponent - 4, -9);
+    const float rounded = std::nearbyint(std::ldexp(magnitude, -step));  // nearest even, in units of 2^step
+    if (rounded < 8) return sign | (uint32_t)rounded;                    // below 2^-6, and 0
+    return sign | (uint32_t)((step + 9) * 8 + rounded);                  // 16 carries into the exponent
+}
+inline uint32_t pack_e4m3(float lower, float upper) {
+    return e4m3_of(upper) << 8 | e4m3_of(lower);
+}
+inline float divide(float x, float y) {
+    return x / y;
+}
 inline float exp2_fast(float x) {
     return std::exp2(x);
 }

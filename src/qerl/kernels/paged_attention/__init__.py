@@ -43,19 +43,24 @@ def paged_attention_decode(
         ValueError: shapes, dtypes or devices that do not fit.
         UnsupportedGPUError: a GPU below sm_80.
     """
-    _check(q, k_cache, v_cache, block_table, context_lens)
+    check_inputs(q, k_cache, v_cache, block_table, context_lens)
     if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
         q = q.contiguous()
     return _decode_op(q, k_cache, v_cache, block_table, context_lens, scale)
 
 
-def _check(
+def check_inputs(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_table: torch.Tensor,
     context_lens: torch.Tensor,
 ) -> None:
+    """Refuse what :func:`paged_attention_decode` does not take.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
     if q.ndim != 3 or k_cache.ndim != 4 or v_cache.shape != k_cache.shape:
         raise ValueError(
             "expected q [S, Hq, D] and caches [num_blocks, block_size, Hkv, D], "

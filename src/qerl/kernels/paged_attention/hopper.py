@@ -1,4 +1,4 @@
-"""Launch of the CUDA C++ decode attention for sm_90 (``cuda/decode.cuh``)."""
+"""Launch of the CUDA C++ decode attention for sm_90 (``cuda/decode.cuh``), alone or with the rotary embedding."""
 
 import ctypes
 import logging
@@ -15,8 +15,8 @@ from qerl.kernels.device import dependent_launch, multiprocessor_count
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent / "cuda"
-# Entry points of a cache's dtype begin with the name of its source.
-_SOURCES = {torch.bfloat16: _FOLDER / "decode.cu", torch.float8_e4m3fn: _FOLDER / "decode_fp8.cu"}
+# Entry points of a cache's dtype begin with the name of its source; "rotary_" comes before it where they rotate.
+_SOURCES = {torch.bfloat16: "decode", torch.float8_e4m3fn: "decode_fp8"}
 HEAD_DIMS = (64, 128)
 # A tile of the tensor core has 16 rows.
 MAX_GROUP = 16
@@ -55,9 +55,19 @@ class _Params(ctypes.Structure):
     ]
 
 
-def serves(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
-    """Whether the kernel takes these tensors: a Hopper GPU, bf16 queries, a bf16 or E4M3 cache, known head size and
-    group, aligned rows."""
+class _Rotation(ctypes.Structure):
+    _fields_ = [
+        ("rope", ctypes.c_void_p),
+        ("q_norm", ctypes.c_void_p),
+        ("k_norm", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+        ("wide_norms", ctypes.c_int),
+    ]
+
+
+def serves(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rotary: bool = False) -> bool:
+    """Whether the kernel (or the one that rotates first) takes these tensors: a Hopper GPU, bf16 queries, a bf16 or
+    E4M3 cache, known head size and group, aligned rows."""
     unit = 16 // k_cache.element_size()
     return (
         q.dtype == torch.bfloat16
@@ -69,18 +79,18 @@ def serves(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> boo
         and q.stride(0) % 2 == 0
         and q.data_ptr() % 4 == 0
         and (k_cache.data_ptr() | v_cache.data_ptr()) % 16 == 0
-        and is_supported(q.device.index, k_cache.dtype)
+        and is_supported(q.device.index, k_cache.dtype, rotary)
     )
 
 
 @cache
-def is_supported(index: int, dtype: torch.dtype) -> bool:
+def is_supported(index: int, dtype: torch.dtype, rotary: bool) -> bool:
     """Whether the kernel for a cache of `dtype` can be built for CUDA device `index`; says once why not, where a Hopper
     GPU is there."""
     if torch.cuda.get_device_capability(index) != (9, 0) or os.environ.get(DISABLE_VARIABLE):
         return False
     try:
-        load_module(_SOURCES[dtype], index)
+        load_module(_source(dtype, rotary), index)
     except (ImportError, RuntimeError) as error:  # cuda.bindings raises a RuntimeError where a library is missing
         logger.warning(
             "the Hopper kernel of decode attention cannot be built (%s): the Triton kernel serves it. It needs NVRTC "
@@ -89,6 +99,11 @@ def is_supported(index: int, dtype: torch.dtype) -> bool:
         )
         return False
     return True
+
+
+@cache
+def _source(dtype: torch.dtype, rotary: bool) -> Path:
+    return _FOLDER / f"{'rotary_' if rotary else ''}{_SOURCES[dtype]}.cu"
 
 
 def decode_shape(sequences: int, num_kv_heads: int, longest: int, multiprocessors: int) -> tuple[int, int]:
@@ -120,9 +135,14 @@ def decode(
     context_lens: torch.Tensor,
     scale: float,
     shape: tuple[int, int] | None = None,
+    rotate: ctypes.Structure | None = None,
 ) -> torch.Tensor:
     """Shapes as the public function; rows of `q` may be strided. One launch, of clusters and blocks of `shape` (one of
-    `SHAPES`) or as `decode_shape` chooses."""
+    `SHAPES`) or as `decode_shape` chooses.
+
+    With `rotate` (see :func:`rotation`), `q` are the queries of qkv rows [S, (Hq + 2 Hkv) D] before norm and rotation,
+    behind which lie the newest tokens' keys and values; the caches are mutated.
+    """
     sequences = q.shape[0]
     num_kv_heads, head_dim = k_cache.shape[2:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -135,8 +155,18 @@ def decode(
     # Hints cost a trip to L2, which is hidden only where all blocks can be there before their predecessor has ended.
     hints = overlap and grid[0] * grid[1] <= _BLOCKS_PER_SM * multiprocessor_count(device)
     params = parameters(q, k_cache, v_cache, block_table, context_lens, out, scale, hints)
-    _launch(k_cache.dtype, head_dim, shape, grid, overlap, device)(params)
+    launch = _launch(k_cache.dtype, rotate is not None, head_dim, shape, grid, overlap, device)
+    launch(params, *([] if rotate is None else [rotate]))
     return out
+
+
+def rotation(
+    rope: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, eps: float
+) -> ctypes.Structure:
+    """Further arguments of the kernel that rotates; shapes as those of ``kernels.rotary``, the norms of one dtype."""
+    if q_norm is None or k_norm is None:
+        return _Rotation(rope.data_ptr(), None, None, eps, False)
+    return _Rotation(rope.data_ptr(), q_norm.data_ptr(), k_norm.data_ptr(), eps, q_norm.dtype == torch.float32)
 
 
 def parameters(
@@ -160,8 +190,14 @@ def parameters(
 
 @cache
 def _launch(
-    dtype: torch.dtype, head_dim: int, shape: tuple[int, int], grid: tuple[int, int, int], overlap: bool, device: int
+    dtype: torch.dtype,
+    rotary: bool,
+    head_dim: int,
+    shape: tuple[int, int],
+    grid: tuple[int, int, int],
+    overlap: bool,
+    device: int,
 ) -> Launch:
-    source, (cluster, warps) = _SOURCES[dtype], shape
+    source, (cluster, warps) = _source(dtype, rotary), shape
     kernel = load_kernel(source, f"{source.stem}_{head_dim}_{cluster}_{warps}", 32 * warps, True, device)
     return Launch(kernel, grid, shared_bytes(head_dim, dtype.itemsize, cluster, warps), overlap)

@@ -37,7 +37,8 @@ def rotary_kv_write(
         positions: int64 [T], each below P.
         k_cache, v_cache: [blocks, block_size, Hkv, D] contiguous, in the dtype of ``qkv`` or float8_e4m3fn (rounded to
             nearest, saturating at 448). **Mutated** at ``slot_mapping``.
-        slot_mapping: int64 [T], block * block_size + offset; tokens with the same slot leave one of their values.
+        slot_mapping: int64 [T], block * block_size + offset; tokens with the same slot leave one of their values, those
+            with a negative one none.
         q_norm, k_norm: weights [D] in the dtype of ``qkv`` or fp32, both or neither.
         eps: of the norms.
 
@@ -48,20 +49,19 @@ def rotary_kv_write(
         ValueError: shapes, dtypes, devices or strides that do not fit.
         UnsupportedGPUError: a GPU below sm_80.
     """
-    _check(qkv, rope, positions, k_cache, v_cache, slot_mapping)
-    _check_norms(qkv, rope, q_norm, k_norm)
+    check_rows(qkv, rope, k_cache, v_cache)
+    _check_places(qkv, positions, slot_mapping)
+    check_norms(qkv, rope, q_norm, k_norm)
     _rotary_op(qkv, rope, positions, k_cache, v_cache, slot_mapping, q_norm, k_norm, eps)
     return reference.split_heads(qkv, k_cache.shape[2], k_cache.shape[3])
 
 
-def _check(
-    qkv: torch.Tensor,
-    rope: torch.Tensor,
-    positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
+def check_rows(qkv: torch.Tensor, rope: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    """Refuse rows, angles and caches that :func:`rotary_kv_write` does not take.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides that do not fit.
+    """
     if qkv.ndim != 2 or k_cache.ndim != 4 or v_cache.shape != k_cache.shape:
         raise ValueError(
             "expected qkv [T, (Hq + 2 Hkv) D] and caches [blocks, block_size, Hkv, D], "
@@ -80,19 +80,32 @@ def _check(
         raise ValueError(f"the caches must be {qkv.dtype} like qkv or float8_e4m3fn, got {k_cache.dtype}")
     if rope.dtype != torch.float32 or rope.ndim != 2 or rope.shape[1] != head_dim:
         raise ValueError(f"rope must be float32 [P, {head_dim}], got {rope.dtype} {list(rope.shape)}")
-    for name, index in (("positions", positions), ("slot_mapping", slot_mapping)):
-        if index.dtype != torch.int64 or tuple(index.shape) != (qkv.shape[0],):
-            raise ValueError(f"{name} must be int64 [{qkv.shape[0]}], got {index.dtype} {list(index.shape)}")
-    tensors = (qkv, rope, positions, k_cache, v_cache, slot_mapping)
+    tensors = (qkv, rope, k_cache, v_cache)
     if not all(tensor.is_contiguous() for tensor in tensors):
-        raise ValueError("qkv, rope, positions, caches and slot_mapping must be contiguous")
+        raise ValueError("qkv, rope and caches must be contiguous")
     if len({tensor.device for tensor in tensors}) > 1:
         raise ValueError(f"tensors on different devices: {', '.join(str(tensor.device) for tensor in tensors)}")
 
 
-def _check_norms(
+def _check_places(qkv: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    for name, index in (("positions", positions), ("slot_mapping", slot_mapping)):
+        if index.dtype != torch.int64 or tuple(index.shape) != (qkv.shape[0],) or not index.is_contiguous():
+            raise ValueError(
+                f"{name} must be int64 [{qkv.shape[0]}] contiguous, got {index.dtype} {list(index.shape)} with strides "
+                f"{index.stride()}"
+            )
+        if index.device != qkv.device:
+            raise ValueError(f"qkv is on {qkv.device}, {name} on {index.device}")
+
+
+def check_norms(
     qkv: torch.Tensor, rope: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None
 ) -> None:
+    """Refuse norms of heads that :func:`rotary_kv_write` does not take.
+
+    Raises:
+        ValueError: one norm without the other, shapes, dtypes or devices that do not fit.
+    """
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm must be given together")
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):

@@ -48,5 +48,6 @@ def rotary_kv_write(
     for heads, weight in ((q, q_norm), (k, k_norm)):
         normed = heads if weight is None else rms_norm(heads, weight, None, eps)
         heads.copy_(rotate(normed, cos, sin))
-    write_cache(k_cache, slot_mapping, k)
-    write_cache(v_cache, slot_mapping, v)
+    stored = slot_mapping >= 0
+    write_cache(k_cache, slot_mapping[stored], k[stored])
+    write_cache(v_cache, slot_mapping[stored], v[stored])

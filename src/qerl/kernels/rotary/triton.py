@@ -82,8 +82,9 @@ def rotary_kv_write_kernel(
     key = row + (GROUP * KV_HEADS + kv_head) * head_dim + half[None, :]
     first, second = _norm_rotate(key, one_mask, half, half_mask, cos, sin, k_weight, eps, HALF, HAS_NORM)
     place = (tl.load(slots + token) * KV_HEADS + kv_head) * head_dim + half[None, :]
-    _store(k_cache + place, first, one_mask, FP8)
-    _store(k_cache + place + HALF, second, one_mask, FP8)
+    stored = one_mask & (place >= 0)  # nothing of a negative slot
+    _store(k_cache + place, first, stored, FP8)
+    _store(k_cache + place + HALF, second, stored, FP8)
     value = key + KV_HEADS * head_dim
-    _store(v_cache + place, tl.load(value, mask=one_mask, other=0.0).to(tl.float32), one_mask, FP8)
-    _store(v_cache + place + HALF, tl.load(value + HALF, mask=one_mask, other=0.0).to(tl.float32), one_mask, FP8)
+    _store(v_cache + place, tl.load(value, mask=one_mask, other=0.0).to(tl.float32), stored, FP8)
+    _store(v_cache + place + HALF, tl.load(value + HALF, mask=one_mask, other=0.0).to(tl.float32), stored, FP8)

@@ -6,7 +6,7 @@
 // then every row in block order by one block, into whose shared memory the others have written: no workspace, no second
 // launch, same input, same bits. Lengths are read on the device, so captured graphs stay right as contexts grow.
 #pragma once
-#include "steps.cuh"
+#include "rotate.cuh"
 
 struct Params {
     const uint16_t* q;  // [S, Hq, DIM], rows q_stride apart
@@ -89,8 +89,12 @@ __device__ __forceinline__ void merge_warps_and_blocks(const Params& p, unsigned
     }
 }
 
-template <int DIM, bool FP8, int CLUSTER, int WARPS>
-__device__ __forceinline__ void decode(const Params& p) {
+// With ROTATE, q is a row of qkv as its matmul left it, [Hq, DIM] before keys [Hkv, DIM] and values, of the token at
+// position length - 1: all rows must be of different sequences, whose newest tokens lie in different places. The warp
+// that owns the last step writes that token to the cache for later launches, and to its ring itself: no block of this
+// launch reads the place in the cache, so that nothing has to be ordered.
+template <int DIM, bool FP8, int CLUSTER, int WARPS, bool ROTATE>
+__device__ __forceinline__ void decode(const Params& p, const Rotation& rotation) {
     using L = Layout<DIM, FP8, CLUSTER, WARPS>;
     constexpr int STAGES = L::STAGES, CHUNKS = L::ROW / 16, ROWS_AT_ONCE = 32 / CHUNKS, BYTES = FP8 ? 1 : 2;
     unsigned char* const shared = dynamic_shared();
@@ -137,7 +141,7 @@ __device__ __forceinline__ void decode(const Params& p) {
             const int row = lane / CHUNKS, chunk = lane % CHUNKS;
             const long long place = place_of(i, __shfl_sync(~0u, ids, i & 31), row) + chunk * 16;
             const uint32_t to = ring + i % STAGES * L::STAGE + row * L::PITCH + chunk * 16;
-            const int left = length - step_of(i) * TOKENS - row;
+            const int left = length - ROTATE - step_of(i) * TOKENS - row;
 #pragma unroll
             for (int r = 0; r < TOKENS; r += ROWS_AT_ONCE) {  // of 16 tokens a block has even the absent ones
                 const long long from = place + r * p.token_stride * BYTES;
@@ -152,7 +156,22 @@ __device__ __forceinline__ void decode(const Params& p) {
 
     uint32_t query[DIM / 16][4];
     float factor[2] = {p.scale, p.scale};
-    load_query<DIM, FP8>(p.q + sequence * p.q_stride + kv_head * p.group * DIM, p.group, lane, query, factor);
+    const uint16_t* const q = p.q + sequence * p.q_stride;
+    load_query<DIM, FP8>(q + kv_head * p.group * DIM, p.group, lane, query);
+    NewToken<DIM, FP8> token;
+    int newest = -1;  // the step that has it, if it is this warp's (which it never is where length is 0)
+    if constexpr (ROTATE) {
+        const float* angles = rotation.rope + (long long)max(length - 1, 0) * DIM;
+        if (step_of(mine - 1) == (length - 1) / TOKENS) {
+            newest = mine - 1;
+            const long long place = place_of(newest, block_of(newest), (length - 1) % TOKENS);
+            const uint16_t* const key = q + (p.kv_heads * p.group + kv_head) * DIM;
+            token.load(key, key + p.kv_heads * DIM, rotation, angles, lane);
+            token.store((unsigned char*)p.k + place, (unsigned char*)p.v + place, lane);
+        }
+        rotate_query<DIM, FP8>(query, rotation, angles, p.group, lane);
+    }
+    if constexpr (FP8) scale_query<DIM>(query, factor);
 
     float o[DIM / 8][4] = {}, maximum[2] = {MINUS_INFINITY, MINUS_INFINITY}, total[2] = {0.0f, 0.0f};
     const uint32_t k_row = ((lane & 7) + (lane >> 4) * 8) * L::PITCH + ((lane >> 3) & 1) * 16;
@@ -161,6 +180,11 @@ __device__ __forceinline__ void decode(const Params& p) {
         issue(i + STAGES - 1);
         copies_wait<STAGES - 1>();
         __syncwarp();
+        if (ROTATE && i == newest) {  // zeros have been copied there
+            unsigned char* row = shared + warp * L::RING + i % STAGES * L::STAGE + (length - 1) % TOKENS * L::PITCH;
+            token.store(row, row + L::TILE, lane);
+            __syncwarp();
+        }
         const uint32_t stage = ring + i % STAGES * L::STAGE;
         float s[2][4], correction[2];
         uint32_t weights[4];
@@ -179,12 +203,17 @@ __device__ __forceinline__ void decode(const Params& p) {
 #define KERNEL(PREFIX, FP8, D, C, W)                                               \
     extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(32 * W) \
         PREFIX##_##D##_##C##_##W(const __grid_constant__ Params p) {               \
-        decode<D, FP8, C, W>(p);                                                   \
+        decode<D, FP8, C, W, false>(p, {});                                        \
+    }
+#define ROTARY_KERNEL(PREFIX, FP8, D, C, W)                                                              \
+    extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(32 * W)                       \
+        PREFIX##_##D##_##C##_##W(const __grid_constant__ Params p, const __grid_constant__ Rotation r) { \
+        decode<D, FP8, C, W, true>(p, r);                                                                \
     }
 // Head size, blocks of a cluster, warps of a block: blocks that have a multiprocessor to themselves are large.
-#define KERNELS(PREFIX, FP8, D)  \
-    KERNEL(PREFIX, FP8, D, 1, 4) \
-    KERNEL(PREFIX, FP8, D, 1, 8) \
-    KERNEL(PREFIX, FP8, D, 2, 8) \
-    KERNEL(PREFIX, FP8, D, 4, 8) \
+#define KERNELS(KERNEL, PREFIX, FP8, D) \
+    KERNEL(PREFIX, FP8, D, 1, 4)        \
+    KERNEL(PREFIX, FP8, D, 1, 8)        \
+    KERNEL(PREFIX, FP8, D, 2, 8)        \
+    KERNEL(PREFIX, FP8, D, 4, 8)        \
     KERNEL(PREFIX, FP8, D, 8, 8)

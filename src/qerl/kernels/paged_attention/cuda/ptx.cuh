@@ -76,6 +76,18 @@ __device__ __forceinline__ void widen(uint32_t bytes, uint32_t& lower, uint32_t&
         : "=r"(lower), "=r"(upper)
         : "r"(bytes));
 }
+// To E4M3, nearest even, saturating at 448; NaN becomes 0x7f.
+__device__ __forceinline__ uint32_t pack_e4m3(float lower, float upper) {
+    uint16_t d;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(upper), "f"(lower));
+    return d;
+}
+// As Triton divides.
+__device__ __forceinline__ float divide(float x, float y) {
+    float d;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(d) : "f"(x), "f"(y));
+    return d;
+}
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -39,10 +39,9 @@ __device__ __forceinline__ void scale_query(uint32_t (&query)[DIM / 16][4], floa
     }
 }
 
-// The fragments of q as left operands, in fp16 where keys are E4M3.
+// The fragments of q as left operands.
 template <int DIM, bool FP8>
-__device__ __forceinline__ void load_query(const uint16_t* q, int group, int lane, uint32_t (&query)[DIM / 16][4],
-                                           float (&factor)[2]) {
+__device__ __forceinline__ void load_query(const uint16_t* q, int group, int lane, uint32_t (&query)[DIM / 16][4]) {
     const int g = lane >> 2, t = lane & 3;
     constexpr int STEP = FP8 ? 2 : 8;  // elements between the two pairs of a lane
     q += (FP8 ? 4 : 2) * t;
@@ -53,7 +52,6 @@ __device__ __forceinline__ void load_query(const uint16_t* q, int group, int lan
             const int row = g + 8 * (i & 1);
             query[kk][i] = row < group ? *(const uint32_t*)(q + row * DIM + kk * 16 + STEP * (i >> 1)) : 0;
         }
-    if constexpr (FP8) scale_query<DIM>(query, factor);
 }
 
 // Scores of 8 tokens each. Two sets of accumulators: half as long chains of dependent products.

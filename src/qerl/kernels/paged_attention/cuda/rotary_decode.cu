@@ -1,0 +1,6 @@
+// Paged decode attention over a bf16 cache with head norm, rotary embedding and the write of the newest token: kernels
+// rotary_decode_<head size>_<blocks of a cluster>_<warps of one>.
+#include "decode.cuh"
+
+KERNELS(ROTARY_KERNEL, rotary_decode, false, 64)
+KERNELS(ROTARY_KERNEL, rotary_decode, false, 128)
