@@ -21,6 +21,7 @@ from qerl.kernels.quant_matmul.hopper_plan import MANY_ROWS
 from qerl.kernels.quant_matmul.reference import lora_update
 from qerl.kernels.quant_matmul.weight import GroupWeight, LoraUpdate
 from qerl.kernels.quant_matmul.workspace import workspace
+from qerl.kernels.silu_mul import launch as silu_mul
 
 # Of dequantized weights at a time, where the result is fp32: no more than a layer's linears take.
 BLOCK_BYTES = 256 << 20
@@ -64,6 +65,22 @@ def lora_matmul(
         return y, u
     u = x @ lora.a.t()
     return matmul(x, weight, bias, torch.float32).add_(lora_update(weight, lora, u)).to(out_dtype), u
+
+
+def silu_matmul(
+    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, lora: LoraUpdate | None
+) -> torch.Tensor:
+    """``silu(gate) * up`` of the product [gate | up] as `matmul` and `lora_matmul` round it: [M, N / 2] as `x`."""
+    m = x.shape[0]
+    if weight.layout == "tiles" and x.dtype == torch.bfloat16 and m and (m <= MANY_ROWS or lora is not None):
+        y = x.new_empty(m, weight.out_features // 2)
+        u = None if lora is None else x.new_empty(m, lora.a.shape[0])
+        if all(
+            hopper.silu_matmul_into(x[rows], weight, bias, y[rows], lora, None if u is None else u[rows])
+            for rows in _row_blocks(m, MANY_ROWS)
+        ):
+            return y
+    return silu_mul.forward(matmul(x, weight, bias) if lora is None else lora_matmul(x, weight, bias, lora)[0])
 
 
 def _row_blocks(m: int, most: int) -> Iterator[slice]:
