@@ -271,8 +271,8 @@ def test_nvrtc_compiles_without_a_gpu(source: Path, tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("source", ["many_rows", "many_rows_silu"])
 def test_what_is_uniform_is_seen_to_be(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that hides from the compiler that a producer's addresses are the same in all lanes costs a move for every
-    operand, and 10 to 20 % of the product's time (docs/log.md). Where products seem to lie on a divergent path, there is a
-    wait behind each of them."""
+    operand, and 10 to 20 % of the product's time (docs/log.md). Where products seem to lie on a divergent path, a wait
+    follows each of them."""
     triton = importlib.util.find_spec("triton")
     tool = triton and Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not (tool and tool.is_file()):

@@ -42,8 +42,8 @@ def _update_of_both(weight: GroupWeight, rank: int) -> LoraUpdate:
 
 
 def _same_but_for_the_order_of_sums(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """A sum that falls to the other side of the middle between two bf16 numbers is off by up to 0.8 %, and fewer than one
-    in thirty does; what is rounded in another place differs by 3e-3."""
+    """A sum that falls to the other side of the middle between two bf16 numbers is off by up to 0.8 %, and fewer than
+    one in thirty does; what is rounded in another place differs by 3e-3."""
     assert rms_ratio(found, expected) < 1.2e-3
 
 
