@@ -13,7 +13,9 @@ from qerl.kernels.quant_matmul import GroupWeight, LoraUpdate, hopper
 from qerl.kernels.quant_matmul.hopper_plan import LORA_BYTES, FewRowsPlan, ManyRowsPlan, workspace_bytes
 
 SOURCES = Path(hopper.__file__).parent / "cuda"
-HEADERS = ("tiles.cuh", "wgmma.cuh", "shrink.cuh", "u_part.cuh", "few_rows.cuh", "many_rows.cuh")
+HEADERS = tuple(
+    f"{name}.cuh" for name in ("tiles", "wgmma", "shrink", "stream_k", "silu", "u_part", "few_rows", "many_rows")
+)
 _COUNTERS = hopper.COUNTERS + hopper.LORA_COUNTERS
 
 
@@ -39,7 +41,7 @@ class Result:
 
 
 class Emulator:
-    """Stands in for the GPU below ``hopper.run_few_rows`` and ``run_many_rows``: `multiprocessors` of them."""
+    """Stands in for the GPU below ``hopper.run``: `multiprocessors` of them."""
 
     def __init__(self, library: ctypes.CDLL, multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.library, self.seed = library, 0
@@ -84,10 +86,10 @@ class Emulator:
         self.seed = seed
         sums, counters, slices = self.workspace
         sums.fill_(255), slices.fill_(255)
-        y = torch.full((x.shape[0] + 1, weight.out_features), float("nan"), dtype=dtype)
+        columns = weight.out_features // 2 if plan.silu else weight.out_features
+        y = torch.full((x.shape[0] + 1, columns), float("nan"), dtype=dtype)
         u = None if lora is None else torch.full((x.shape[0] + 1, lora.a.shape[0]), float("nan"), dtype=torch.bfloat16)
-        run = hopper.run_few_rows if isinstance(plan, FewRowsPlan) else hopper.run_many_rows
-        run(plan, x, weight, bias, lora, y[:-1], None if u is None else u[:-1])
+        hopper.run(plan, x, weight, bias, lora, y[:-1], None if u is None else u[:-1])
         if counters.any():
             raise EmulationError(f"{plan.name}, seed {seed}: counters are left at {counters[counters != 0].tolist()}")
         return Result(y, u)

@@ -14,7 +14,7 @@ EMULATED = Path(__file__).parent / "emulated"
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _ASM = re.compile(r"\basm(?: volatile)?\s*\(")
 # What a statement of several instructions is not named after.
-_SIDE_LINES = ("mov", "bra", "selp")
+_SIDE_LINES = ("mov", "bra", "selp", "setp")
 
 
 def build(folder: Path, sources: Iterable[Path], units: list[str], before: str | None = None) -> ctypes.CDLL:

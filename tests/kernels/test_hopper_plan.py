@@ -1,5 +1,6 @@
 """The choice between Hopper's kernels, and that each of them can be compiled; no GPU needed."""
 
+import dataclasses
 import importlib.util
 import itertools
 import re
@@ -28,6 +29,7 @@ from qerl.kernels.quant_matmul.hopper_plan import (
     few_rows_plan,
     many_rows_plan,
     shrink_plan,
+    silu_plan,
     workspace_bytes,
 )
 
@@ -180,9 +182,39 @@ def test_a_missing_library_means_the_other_kernels(
 def test_every_shape_of_tile_is_compiled() -> None:
     assert {plan.name for plan in all_many_rows_plans()} == entry_points("many_rows.cu")
     assert {plan.name for plan in all_input_grad_plans()} == entry_points("input_grad.cu")
-    for source in ("few_rows", "many_rows"):  # the same kernels with an fp32 result
-        assert {f"{name}_wide" for name in entry_points(f"{source}.cu")} == entry_points(f"{source}_wide.cu")
-    assert all(plan.shared_bytes <= SHARED_BYTES for plan in all_many_rows_plans())
+    for source, result in itertools.product(("few_rows", "many_rows"), ("wide", "silu")):  # the same with other results
+        assert {f"{name}_{result}" for name in entry_points(f"{source}.cu")} == entry_points(f"{source}_{result}.cu")
+    for plan in all_many_rows_plans():
+        assert plan.shared_bytes < dataclasses.replace(plan, silu=True).shared_bytes <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("sms", SMS)
+@pytest.mark.parametrize("n, k", [(37888, 3584), (55296, 5120), (57344, 8192), (3072, 576), (32, 64)])
+def test_plans_of_gate_and_up(n: int, k: int, sms: int) -> None:
+    """They are those of the product, as far as a block can hold a tile of gate and one of up."""
+    for m in (1, 2, 7, 8, 9, 16, 100, 256, 2048):
+        plan, plain = silu_plan(m, n, k, sms), few_rows_plan(m, n, k, sms) if m <= FEW_ROWS else None
+        if plain is None:
+            assert plan == dataclasses.replace(many_rows_plan(m, n, k, sms), silu=True)
+        elif plan is None:  # k is cut, or whole pairs are one tile too many for shared memory
+            unlike = dataclasses.replace(plain, silu=True)
+            assert plain.slices > 1 or unlike.shared_bytes(m, n, k, sms) > SHARED_BYTES
+        else:
+            assert plan == dataclasses.replace(plain, silu=True) and plan.slices == 1
+            assert plan.shared_bytes(m, n, k, sms) <= SHARED_BYTES
+            blocks = plan.group(n, sms)
+            assert blocks % 2 == 0 if plan.pair else blocks <= n // 32
+            assert plan.tiles(n, sms) == 2 * -(-n // 32 // blocks)
+    assert silu_plan(8, 37888, 3584, 132).name == few_rows_plan(8, 37888, 3584, 132).name
+
+
+def test_what_pairs_of_warps_exchange_fits_where_the_kernel_puts_it() -> None:
+    """2 GIVEN blocks of 256 bytes for each of WARPS / 2 pairs, behind the sums of u."""
+    assert "GIVEN = TOKENS == 256 ? 2 : TOKENS / 16;" in (SOURCES / "silu.cuh").read_text()
+    for plan in all_many_rows_plans():
+        given = 2 if plan.tokens == 256 else plan.tokens // 16
+        taken = dataclasses.replace(plan, silu=True).shared_bytes - plan.shared_bytes
+        assert taken == plan.groups * 4 // 2 * 2 * given * 256
 
 
 def test_the_choice_on_an_h200() -> None:
@@ -198,7 +230,9 @@ def test_the_choice_on_an_h200() -> None:
 
 ATTENTION = Path(paged_attention.hopper.__file__).parent / "cuda"
 ATTENTIONS = ("decode", "decode_fp8", "rotary_decode", "rotary_decode_fp8")
-PRODUCTS = ("few_rows", "many_rows", "few_rows_wide", "many_rows_wide", "input_grad", "dequantize", "lora_shrink")
+RESULTS = ("", "_wide", "_silu")
+PRODUCTS = [f"{rows}_rows{result}" for rows in ("few", "many") for result in RESULTS]
+PRODUCTS += ["input_grad", "dequantize", "lora_shrink"]
 
 
 def machine_code(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
@@ -234,20 +268,24 @@ def test_nvrtc_compiles_without_a_gpu(source: Path, tmp_path: Path, monkeypatch:
     assert cached.read_bytes() == cubin == machine_code(source, tmp_path, monkeypatch)
 
 
-def test_copies_of_weights_take_uniform_registers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("source", ["many_rows", "many_rows_silu"])
+def test_what_is_uniform_is_seen_to_be(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that hides from the compiler that a producer's addresses are the same in all lanes costs a move for every
-    operand, and 10 to 20 % of the product's time (docs/log.md)."""
+    operand, and 10 to 20 % of the product's time (docs/log.md). Where products seem to lie on a divergent path, a wait
+    follows each of them."""
     triton = importlib.util.find_spec("triton")
     tool = triton and Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not (tool and tool.is_file()):
         pytest.skip("needs the cuobjdump that comes with triton")
     cubin = tmp_path / "many_rows.cubin"
-    cubin.write_bytes(machine_code(SOURCES / "many_rows.cu", tmp_path / "cache", monkeypatch))
+    cubin.write_bytes(machine_code(SOURCES / f"{source}.cu", tmp_path / "cache", monkeypatch))
     dumped = subprocess.run([tool, "--dump-sass", cubin], capture_output=True, text=True, check=True).stdout
     functions = dumped.split("Function : ")[1:]
-    assert len(functions) == len(entry_points("many_rows.cu"))
+    assert len(functions) == len(entry_points(f"{source}.cu"))
     for function in functions:
         name, *lines = function.splitlines()
         copies = [index for index, line in enumerate(lines) if "UBLKCP" in line]
         moves = sum("R2UR" in line for line in lines[copies[0] : copies[-1]])
         assert len(copies) >= 32 and moves <= 8, f"{name}: {moves} moves among {len(copies)} copies"
+        products, waits = (sum(word in line for line in lines) for word in ("HGMMA", "WARPGROUP.DEPBAR"))
+        assert 0 < waits < products / 2, f"{name}: {waits} waits for {products} products"

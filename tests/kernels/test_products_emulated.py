@@ -67,7 +67,7 @@ def _update(segments: tuple[int, ...], k: int, ranks: tuple[int, ...]) -> LoraUp
     return LoraUpdate(a, torch.randn(size).bfloat16(), tuple(places))
 
 
-class _Product:
+class Product:
     """A weight, rows of x and what multiplying them must give; if not `plain`, with bias and global scales of their
     own."""
 
@@ -83,8 +83,14 @@ class _Product:
 
     def check(self, result: Result) -> None:
         """Against fp64: u, and y for that u; nothing is written past the last row."""
-        m, expected = self.x.shape[0], self.product
+        m, expected = self.x.shape[0], self.expected(result)
         assert result.y[m].isnan().all()
+        bound = 1e-6 if result.y.dtype == torch.float32 else 1.03 * rounded_once(expected, torch.bfloat16)
+        assert rms_ratio(result.y[:m], expected) <= bound
+
+    def expected(self, result: Result) -> torch.Tensor:
+        """y in fp64 for the u of `result`, which is checked."""
+        m, expected = self.x.shape[0], self.product
         if self.lora is not None:
             u, exact = result.u[:m], self.x.double() @ self.lora.a.double().t()
             assert result.u[m].isnan().all()
@@ -94,12 +100,11 @@ class _Product:
                 factor = self.lora.b[place : place + rows * rank].view(rows, rank).double()
                 added.append(u[:, column : column + rank].double() @ factor.t())
             expected = expected + torch.cat(added, 1)
-        bound = 1e-6 if result.y.dtype == torch.float32 else 1.03 * rounded_once(expected, torch.bfloat16)
-        assert rms_ratio(result.y[:m], expected) <= bound
+        return expected
 
 
 def _check_turns(
-    emulator: Emulator, plan: FewRowsPlan | ManyRowsPlan, product: _Product, dtype: torch.dtype, turns: int
+    emulator: Emulator, plan: FewRowsPlan | ManyRowsPlan, product: Product, dtype: torch.dtype, turns: int
 ) -> None:
     """Whatever the order in which threads, copies and blocks take their turns: the same bits."""
     inputs = plan, product.x, product.weight, product.bias, product.lora
@@ -127,7 +132,7 @@ def test_products(
     m: int,
     ranks: tuple[int, ...] | None,
 ) -> None:
-    product = _Product(segments, windows, m, ranks, plain=plan[2])
+    product = Product(segments, windows, m, ranks, plain=plan[2])
     emulator = Emulator(library, multiprocessors, monkeypatch)
     _check_turns(emulator, kind(*plan), product, torch.bfloat16, turns=4)
 
@@ -135,7 +140,7 @@ def test_products(
 @pytest.mark.parametrize("plan, case", [(ManyRowsPlan(64, 2, False), _MANY[8]), (FewRowsPlan(8), _FEW[0])], ids=str)
 def test_wide(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, plan, case) -> None:  # type: ignore[no-untyped-def]
     """The fp32 result of the same sums."""
-    product = _Product(*case[2:], plain=False)
+    product = Product(*case[2:], plain=False)
     emulator = Emulator(library, case[1], monkeypatch)
     _check_turns(emulator, plan, product, torch.float32, turns=2)
     inputs = plan, product.x, product.weight, product.bias, product.lora

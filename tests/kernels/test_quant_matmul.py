@@ -1,10 +1,12 @@
 """Quantized matmuls: the CPU reference and its errors, and on a GPU both CUDA paths."""
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
 from kernel_cases import exact_weight, make_group, rms_ratio, rounded_once
+from test_tiles import in_tiles
 
 from qerl.kernels.quant_matmul import (
     FEW_ROWS,
@@ -15,11 +17,13 @@ from qerl.kernels.quant_matmul import (
     quant_lora_matmul,
     quant_matmul,
     quant_matmul_dx,
+    quant_silu_matmul,
     reserve_workspace,
     to_tiles,
     workspace_bytes,
 )
 from qerl.kernels.quant_matmul.config import few_rows_block_m, few_rows_config
+from qerl.kernels.silu_mul import silu_mul
 
 GROUPS = [
     ("nvfp4", (24, 8, 8), 64, True),
@@ -150,6 +154,30 @@ def test_lora_is_added_before_rounding_and_misuse_is_named() -> None:
         quant_matmul(x, weight, torch.empty(48, dtype=torch.bfloat16, device="meta"))
 
 
+@pytest.mark.parametrize("in_layout", [lambda weight: weight, in_tiles], ids=["rows", "tiles"])
+def test_silu_of_gate_with_up_is_the_product_and_silu_mul(in_layout: Callable[[GroupWeight], GroupWeight]) -> None:
+    weight = in_layout(make_group("nvfp4", (48, 48), 128, uniform=False))
+    x, bias = torch.randn(5, 128).bfloat16(), torch.randn(96).bfloat16()
+    places = ((8, 8, 48 * 8), (0, 8, 0))
+    lora = LoraUpdate(torch.randn(16, 128).bfloat16(), torch.randn(96 * 8).bfloat16(), places)
+    for arguments in ((), (bias,), (bias, lora)):
+        expected = silu_mul(quant_matmul(x, weight, *arguments))
+        assert torch.equal(quant_silu_matmul(x, weight, *arguments), expected)
+    assert quant_silu_matmul(x[:0], weight).shape == (0, 48)
+    x, weight = x.float(), make_group("nvfp4", (40, 40), 128)
+    gate, up = _exact(x, weight).chunk(2, dim=1)
+    assert rms_ratio(quant_silu_matmul(x, weight), torch.nn.functional.silu(gate) * up) < 2 * FP32_BOUND
+
+
+def test_gate_and_up_must_match() -> None:
+    x = torch.randn(2, 128)
+    for segments in ((32, 16), (48,), (16, 16, 16)):
+        with pytest.raises(ValueError, match="two segments of equal size"):
+            quant_silu_matmul(x, make_group("nvfp4", segments, 128))
+    with pytest.raises(ValueError, match="two segments of equal size"):
+        quant_silu_matmul(x[None], make_group("nvfp4", (16, 16), 128))
+
+
 @pytest.mark.parametrize("weight_format, checks", [("nvfp4", ("test_faketensor",)), ("nf4", ("test_schema",))])
 def test_ops_are_well_formed_for_torch_compile(weight_format: str, checks: tuple[str, ...]) -> None:
     # The schema check multiplies its inputs, which torch cannot do with float8: it gets the nf4 weight.
@@ -160,6 +188,12 @@ def test_ops_are_well_formed_for_torch_compile(weight_format: str, checks: tuple
     factors = (torch.randn(8, 192), torch.randn(39 * 8), [0, 8, 0, 0, 8, 264, 0, 8, 272])
     torch.library.opcheck(ops.quant_lora_matmul, (torch.randn(3, 192), *parts, None, *factors), test_utils=checks)
     torch.library.opcheck(ops.quant_matmul_dx, (torch.randn(3, 39), *parts), test_utils=checks)
+    even = make_group(weight_format, (24, 24), 192, uniform=False)
+    parts_of_two = (even.codes, even.block_scale, even.global_scale, weight_format, [24, 24], None)
+    factors = (torch.randn(8, 192), torch.randn(48 * 8), [0, 8, 0, 0, 8, 192])
+    for lora in ((None, None, []), factors):
+        inputs = (torch.randn(3, 192), *parts_of_two, None, *lora)
+        torch.library.opcheck(ops.quant_silu_matmul, inputs, test_utils=checks)
     wide = (torch.randn(3, 192).bfloat16(), *parts, None, True)
     torch.library.opcheck(ops.quant_matmul, wide, test_utils=checks)
     torch.library.opcheck(ops.quant_matmul_dx, (torch.randn(3, 39).bfloat16(), *parts, True), test_utils=checks)

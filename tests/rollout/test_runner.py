@@ -7,6 +7,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_tokenizer
 
+from qerl.kernels.silu_mul import silu_mul
+from qerl.nn.group import WeightGroup
 from qerl.nn.head import install_scoring_head
 from qerl.nn.loading import load_model
 from qerl.nn.lora import LoraQuantLinear, lora_layers, prepare_lora_config
@@ -147,6 +149,30 @@ def test_noise_acts_on_both_sides_alike_and_leaves_nothing(tiny_checkpoints: dic
     assert largest_difference(model, noisy, 1.0) > 1e-3
     again = engine.generate(PROMPTS, greedy)
     assert [s.logprobs for g in again for s in g] == [s.logprobs for g in clean for s in g]
+
+
+@pytest.mark.parametrize("disabled", [False, True], ids=["lora", "lora-off"])
+def test_silu_mul_is_asked_of_the_group(
+    disabled: bool, tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one call where no LoRA comes after the product, with the result of the product and `silu_mul`."""
+    model = policy(tiny_checkpoints["qwen2"])
+    runner = DecoderRunner(model)
+    layer, calls = runner.layers[0].gate_up, []
+    fused = WeightGroup.silu_matmul
+    monkeypatch.setattr(WeightGroup, "silu_matmul", lambda self, *rest: calls.append(self) or fused(self, *rest))
+    x = torch.randn(3, layer.group.in_features)
+    for member in layer.lora.members:
+        member.enable_adapters(not disabled)
+    with torch.no_grad():
+        assert torch.equal(layer.silu_mul(x), silu_mul(layer(x)))
+    assert calls == ([layer.group] if disabled else [])
+    plain = DecoderRunner(load_model(tiny_checkpoints["qwen2"], weights="nvfp4", dtype="float32", device="cpu"))
+    calls.clear()
+    with torch.no_grad():
+        for layer in plain.layers:
+            assert torch.equal(layer.gate_up.silu_mul(x), silu_mul(layer.gate_up(x)))
+    assert calls == [layer.gate_up.group for layer in plain.layers]
 
 
 def test_no_weight_is_copied(tiny_checkpoints: dict[str, Path]) -> None:

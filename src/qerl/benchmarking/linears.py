@@ -17,6 +17,7 @@ from qerl.benchmarking.results import Row
 from qerl.benchmarking.timing import CheckFailedError, median_us, rms_ratio, rotation
 from qerl.formats.base import get_format
 from qerl.kernels.quant_matmul import FEW_ROWS, hopper_grad, hopper_plan, quant_matmul_dx
+from qerl.kernels.silu_mul import silu_mul
 from qerl.nn.group import WeightGroup
 from qerl.nn.lora import LoraQuantLinear
 from qerl.nn.random_weights import random_group, random_lora_handles
@@ -120,6 +121,8 @@ def _linear_row(
     bnb = bitsandbytes_us(dense, x)
     if bnb is not None:
         row["bitsandbytes_nf4_us"] = round(bnb, 2)
+    if layer == "gate_up":
+        row |= _silu_row(groups, packed, x)
     if m >= bench.dx_from and group.format != "bf16":
         dy = torch.randn(m, n, device=device, dtype=dtype)
         weights = [g.group_weight() for g in groups]
@@ -127,6 +130,24 @@ def _linear_row(
         row["dx_path"] = dx_path_of(groups[0], device)
         row["dx_bf16_us"] = round(median_us(lambda i: dy @ dense[i], len(dense), device), 2)
     return row
+
+
+def _silu_row(groups: list[WeightGroup], packed: list[Forward], x: torch.Tensor) -> Row:
+    """Times of gate_up and SiLU-mul as the engine calls them, and one after the other.
+
+    Raises:
+        CheckFailedError: the two differ by more than sums in another order do.
+    """
+    both = [
+        forward.silu_mul if isinstance(forward, FusedLinear) else group.silu_matmul
+        for group, forward in zip(groups, packed, strict=True)
+    ]
+    error, limit = rms_ratio(both[0](x), silu_mul(packed[0](x))), ROUNDING[x.dtype]
+    if not error <= limit:
+        raise CheckFailedError(f"gate_up with SiLU-mul, M={len(x)}: error {error:.6f}, allowed {limit}")
+    us = median_us(lambda i: both[i](x), len(both), x.device)
+    apart = median_us(lambda i: silu_mul(packed[i](x)), len(packed), x.device)
+    return {"silu_us": round(us, 2), "silu_apart_us": round(apart, 2)}
 
 
 def _measure_chain(

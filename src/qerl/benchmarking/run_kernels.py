@@ -91,6 +91,8 @@ def describe(part: str, row: Row) -> str:
     share = f"{100 * row['roofline_share']:5.1f} % of the roofline" if "roofline_share" in row else ""
     if part == "rows":
         extra = f"  dX {row['dx_us']:.1f} us (bf16 {row['dx_bf16_us']:.1f})" if "dx_us" in row else ""
+        if "silu_us" in row:
+            extra += f"  with SiLU-mul {row['silu_us']:.1f} us (apart {row['silu_apart_us']:.1f})"
         if "bitsandbytes_nf4_us" in row:
             extra += f"  bitsandbytes {row['bitsandbytes_nf4_us']:.1f} us"
         return (

@@ -37,9 +37,11 @@ from qerl.kernels.quant_matmul import (
     group_fits_tiles,
     quant_matmul,
     quant_matmul_dx,
+    quant_silu_matmul,
     tiles_supported,
     to_tiles,
 )
+from qerl.kernels.silu_mul import silu_mul
 
 logger = logging.getLogger(__name__)
 
@@ -276,6 +278,14 @@ class WeightGroup(nn.Module):
         if self.format != "bf16" and x.is_cuda:
             return quant_matmul(x, self.group_weight(), bias, lora)
         return dense_linear(x, self.dense(), bias)
+
+    def silu_matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, lora: LoraUpdate | None = None
+    ) -> torch.Tensor:
+        """``silu(gate) * up`` of :meth:`matmul` of a group of gate and up: [T, K] -> [T, N / 2] (no gradient)."""
+        if self.format != "bf16" and x.is_cuda:
+            return quant_silu_matmul(x, self.group_weight(), bias, lora)
+        return silu_mul(self.matmul(x, bias, lora))
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """``x W^T`` of the whole group in fp32, not rounded: [T, K] in the compute dtype -> [T, N] (no gradient)."""

@@ -64,6 +64,13 @@ class FusedLinear:
             self.lora.add_to(y, x)
         return y
 
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up`` of a group of gate and up: ``x`` [T, K] -> [T, N / 2]."""
+        update = None if self.lora is None else self.lora.update_for(x, self.group)
+        if self.lora is not None and update is None and any(self.lora.active):
+            return silu_mul(self(x))  # LoRA comes after the product
+        return self.group.silu_matmul(x, self.bias, update)
+
 
 def _fused_bias(handles: list[QuantLinear]) -> torch.Tensor | None:
     """The members' frozen biases as one [N] vector (zeros where a member has none)."""
@@ -229,7 +236,7 @@ class DecoderRunner:
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
             attended = self._attend(layer, index, normed, batch, kv)
             normed, hidden = _add_norm(attended, hidden, layer.post_norm)
-            normed, hidden = _add_norm(layer.down(silu_mul(layer.gate_up(normed))), hidden, next_norm)
+            normed, hidden = _add_norm(layer.down(layer.gate_up.silu_mul(normed)), hidden, next_norm)
         return fp32_logits(normed.index_select(0, batch.logits_index), self.head)
 
 

@@ -40,6 +40,7 @@ struct BlockState {
     unsigned commit_events = 0;
     struct {
         unsigned arrived, phase;
+        bool any, said;  // by the threads that have come; by all of the last phase
     } named[16] = {};
 };
 #include "machine.cuh"
@@ -115,6 +116,13 @@ inline void bar_sync(int index, unsigned threads) {
     const unsigned phase = barrier.phase;
     if (++barrier.arrived == threads) barrier.arrived = 0, barrier.phase++;
     wait_for_change(barrier.phase, phase, "other warps");
+}
+inline void bar_red_or_pred(uint32_t mine, int index, unsigned threads, uint32_t& any) {
+    auto& barrier = this_block().named[index];
+    barrier.any |= mine != 0;
+    if (barrier.arrived + 1 == threads) barrier.said = barrier.any, barrier.any = false;
+    bar_sync(index, threads);
+    any = barrier.said;
 }
 inline void barrier_cluster_arrive_aligned() {
     cluster_arrive();
@@ -295,6 +303,12 @@ inline void movmatrix_sync_aligned_m8n8_trans_b16(uint32_t& value) {
 }
 inline void cvt_rn_bf16x2_f32(uint32_t& result, float upper, float lower) {
     result = pack<false>(lower, upper);
+}
+inline void ex2_approx_f32(float& result, float x) {
+    result = std::exp2(x);
+}
+inline void div_full_f32(float& result, float x, float y) {
+    result = x / y;
 }
 inline uint32_t multiply_pairs(uint32_t a, uint16_t b) {
     return pack<false>(widened<false>(a) * widened<false>(b), widened<false>(a >> 16) * widened<false>(b));

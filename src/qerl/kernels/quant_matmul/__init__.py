@@ -5,6 +5,7 @@ to `PACKED_ROWS` rows, with LoRA at any number, and so do bf16 gradients under o
 through a Triton kernel up to `FEW_ROWS`. All three keep weights packed until registers. Whatever else there is
 dequantizes into a reused workspace and multiplies with cuBLAS. All multiply by the same bf16 weights, accumulate in
 fp32, apply the global scale to the accumulator and round once, or not at all where an fp32 result is asked for.
+Hopper's kernels can multiply SiLU of gate with up before they store.
 
 The ops are registered with torch.library (torch.compile and CUDA graphs see opaque calls); autograd is the
 caller's.
@@ -17,12 +18,21 @@ import torch
 
 from qerl.kernels.device import launch_on
 from qerl.kernels.quant_matmul import reference
+from qerl.kernels.quant_matmul.checks import (
+    DTYPES,
+    ActivationDtypeError,
+    check_activation,
+    check_lora,
+    check_product,
+    is_wide,
+)
 from qerl.kernels.quant_matmul.config import FEW_ROWS
 from qerl.kernels.quant_matmul.hopper_plan import PACKED_ROWS
 from qerl.kernels.quant_matmul.tiles import TileLayoutError, from_tiles, group_fits_tiles, to_tiles
 from qerl.kernels.quant_matmul.weight import GroupWeight, LoraUpdate
 from qerl.kernels.quant_matmul.workspace import reserve_workspace, workspace_bytes
 from qerl.kernels.rows import aligned_rows
+from qerl.kernels.silu_mul import reference as silu_reference
 
 __all__ = [
     "FEW_ROWS",
@@ -37,17 +47,12 @@ __all__ = [
     "quant_lora_matmul",
     "quant_matmul",
     "quant_matmul_dx",
+    "quant_silu_matmul",
     "reserve_workspace",
     "tiles_supported",
     "to_tiles",
     "workspace_bytes",
 ]
-
-_DTYPES = (torch.bfloat16, torch.float32)
-
-
-class ActivationDtypeError(ValueError):
-    """Activations of a dtype in which the product is not safe."""
 
 
 def tiles_supported(device: torch.device) -> bool:
@@ -85,7 +90,7 @@ def quant_matmul(
     """
     if lora is not None:
         return quant_lora_matmul(x, weight, bias, lora, out_dtype)[0]
-    wide = _check_product(x, weight, bias, out_dtype)
+    wide = check_product(x, weight, bias, out_dtype)
     y = _matmul_op(x.reshape(-1, x.shape[-1]), *_parts(weight), bias, wide)
     return y.view(*x.shape[:-1], weight.out_features)
 
@@ -102,24 +107,39 @@ def quant_lora_matmul(
     On a Hopper GPU both come from one launch up to 512 rows, as long as a tile of the product has fewer than 256
     (``cuda/shrink.cuh``).
     """
-    wide = _check_product(x, weight, bias, out_dtype)
-    _check_lora(x, weight, lora)
+    wide = check_product(x, weight, bias, out_dtype)
+    check_lora(x, weight, lora)
     places = [number for place in lora.places for number in place]
     return _lora_matmul_op(x, *_parts(weight), bias, lora.a, lora.b, places, wide)
 
 
-def _check_product(
-    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, out_dtype: torch.dtype | None
-) -> bool:
-    """Check the operands; whether the result is wider than `x`."""
-    _check_activation("x", x, weight, weight.in_features)
-    expected = (weight.out_features,), x.dtype, x.device
-    if bias is not None and (tuple(bias.shape), bias.dtype, bias.device) != expected:
+def quant_silu_matmul(
+    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None = None, lora: LoraUpdate | None = None
+) -> torch.Tensor:
+    """``silu(gate) * up`` of ``[gate | up] = quant_matmul(x, weight, bias, lora)``, a weight of two equal segments.
+
+    Args:
+        x: bf16 or fp32 ``[M, K]``, any strides.
+        weight, bias, lora: as for `quant_matmul`.
+
+    Returns:
+        ``[M, N / 2]`` in the dtype of `x`. gate and up are each rounded to it as `quant_matmul` does, silu and product
+        are computed in fp32 and rounded once, as `qerl.kernels.silu_mul` does. On a Hopper GPU all of it is one launch.
+
+    Raises:
+        ValueError: not two equal segments, or x is no matrix.
+        As `quant_matmul`.
+    """
+    check_product(x, weight, bias, None)
+    if x.ndim != 2 or len(weight.segments) != 2 or weight.segments[0] != weight.segments[1]:
         raise ValueError(
-            f"bias must be {x.dtype} [{weight.out_features}] on {x.device} like x and the weight's rows, "
-            f"got {bias.dtype} {list(bias.shape)} on {bias.device}"
+            f"gate and up must be two segments of equal size and x a matrix, got {weight.segments} and {list(x.shape)}"
         )
-    return _is_wide(x, out_dtype)
+    if lora is None:
+        return _silu_matmul_op(x, *_parts(weight), bias, None, None, [])
+    check_lora(x, weight, lora)
+    places = [number for place in lora.places for number in place]
+    return _silu_matmul_op(x, *_parts(weight), bias, lora.a, lora.b, places)
 
 
 def quant_matmul_dx(dy: torch.Tensor, weight: GroupWeight, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -135,8 +155,8 @@ def quant_matmul_dx(dy: torch.Tensor, weight: GroupWeight, out_dtype: torch.dtyp
     Raises:
         As `quant_matmul`.
     """
-    _check_activation("dy", dy, weight, weight.out_features)
-    dx = _matmul_dx_op(dy.reshape(-1, dy.shape[-1]), *_parts(weight), _is_wide(dy, out_dtype))
+    check_activation("dy", dy, weight, weight.out_features)
+    dx = _matmul_dx_op(dy.reshape(-1, dy.shape[-1]), *_parts(weight), is_wide(dy, out_dtype))
     return dx.view(*dy.shape[:-1], weight.in_features)
 
 
@@ -157,7 +177,7 @@ def dequantize(
     shape = (weight.out_features, weight.in_features)
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=weight.device)
-    if out.dtype not in _DTYPES or tuple(out.shape) != shape or not out.is_contiguous():
+    if out.dtype not in DTYPES or tuple(out.shape) != shape or not out.is_contiguous():
         raise ValueError(
             f"dequantize writes a contiguous bf16 or fp32 {list(shape)}, "
             f"got {out.dtype} {list(out.shape)} with strides {out.stride()}"
@@ -166,58 +186,6 @@ def dequantize(
         raise ValueError(f"out is on {out.device}, the weight on {weight.device}")
     _dequantize_op(out, *_parts(weight))
     return out
-
-
-def _check_activation(name: str, tensor: torch.Tensor, weight: GroupWeight, width: int) -> None:
-    if tensor.dtype == torch.float16:
-        raise ActivationDtypeError(
-            f"{name} is float16: products with {weight.format} weights can overflow fp16 partial sums "
-            "(terms reach 2688 times the activation before the global scale). Use bfloat16 or float32"
-        )
-    if tensor.dtype not in _DTYPES:
-        raise ActivationDtypeError(f"{name} must be bfloat16 or float32, got {tensor.dtype}")
-    if tensor.ndim == 0 or tensor.shape[-1] != width:
-        raise ValueError(
-            f"last dimension of {name} must be {width} for a weight of {weight.out_features} rows and "
-            f"{weight.in_features} columns, got shape {list(tensor.shape)}"
-        )
-    if tensor.device != weight.device:
-        raise ValueError(f"{name} is on {tensor.device}, the weight on {weight.device}")
-
-
-def _is_wide(x: torch.Tensor, out_dtype: torch.dtype | None) -> bool:
-    """Whether the result is wider than `x`."""
-    if out_dtype not in (None, x.dtype, torch.float32):
-        raise ActivationDtypeError(f"out_dtype must be float32 or that of the operand, {x.dtype}, got {out_dtype}")
-    return out_dtype not in (None, x.dtype)
-
-
-def _check_lora(x: torch.Tensor, weight: GroupWeight, lora: LoraUpdate) -> None:
-    a, b, width = lora.a, lora.b, lora.a.shape[0]
-    if x.ndim != 2 or a.shape != (width, x.shape[1]) or a.dtype != x.dtype or b.dtype != x.dtype:
-        raise ValueError(
-            f"a must be {x.dtype} [R, {weight.in_features}] like x {list(x.shape)}, and b of that dtype; got "
-            f"{a.dtype} {list(a.shape)} and {b.dtype}"
-        )
-    if a.device != x.device or b.device != x.device:
-        raise ValueError(f"x is on {x.device}, a on {a.device}, b on {b.device}")
-    if b.ndim != 1 or not b.is_contiguous() or not a.is_contiguous():
-        raise ValueError(
-            f"a must be contiguous, b one-dimensional and contiguous; got strides {a.stride()} and "
-            f"b {list(b.shape)} with strides {b.stride()}"
-        )
-    fits = len(lora.places) == len(weight.segments) and all(
-        min(column, rank, place) >= 0
-        and (column % 8, rank % 8, place % 8) == (0, 0, 0)
-        and column + rank <= width
-        and place + rows * rank <= b.numel()
-        for rows, (column, rank, place) in zip(weight.segments, lora.places, strict=False)
-    )
-    if not fits or width % 8:
-        raise ValueError(
-            f"places {lora.places} do not fit segments {weight.segments}, a of {width} rows and b of {b.numel()}: "
-            "columns, ranks and places come in multiples of 8"
-        )
 
 
 _Parts = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, str, list[int], float | None]
@@ -296,10 +264,7 @@ def _lora_matmul_op(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out_dtype = torch.float32 if wide else x.dtype
     weight = _weight(codes, block_scale, global_scale, weight_format, segments, uniform_scale)
-    if x.is_cuda:
-        # Views into a flat buffer of parameters may start anywhere.
-        a, b = aligned_rows(a), aligned_rows(b[None])[0]
-    lora = LoraUpdate(a, b, tuple(zip(places[::3], places[1::3], places[2::3], strict=True)))
+    lora = _lora(a, b, places)
     if not x.is_cuda:
         u = reference.lora_shrink(x, a)
         return reference.quant_matmul(x, weight, bias, lora, u, out_dtype), u
@@ -315,6 +280,46 @@ def _(  # type: ignore[no-untyped-def]
 ):
     y = x.new_empty(x.shape[0], sum(segments), dtype=torch.float32 if wide else x.dtype)
     return y, x.new_empty(x.shape[0], a.shape[0])
+
+
+def _lora(a: torch.Tensor, b: torch.Tensor, places: Sequence[int]) -> LoraUpdate:
+    """An update as torch.library passes it; on a GPU aligned, because views into a flat buffer of parameters may start
+    anywhere."""
+    if a.is_cuda:
+        a, b = aligned_rows(a), aligned_rows(b[None])[0]
+    return LoraUpdate(a, b, tuple(zip(places[::3], places[1::3], places[2::3], strict=True)))
+
+
+@torch.library.custom_op("qerl::quant_silu_matmul", mutates_args=())
+def _silu_matmul_op(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    block_scale: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+    weight_format: str,
+    segments: Sequence[int],
+    uniform_scale: float | None,
+    bias: torch.Tensor | None,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    places: Sequence[int],
+) -> torch.Tensor:
+    weight = _weight(codes, block_scale, global_scale, weight_format, segments, uniform_scale)
+    lora = None if a is None or b is None else _lora(a, b, places)
+    if not x.is_cuda:
+        u = None if lora is None else reference.lora_shrink(x, lora.a)
+        return silu_reference.silu_mul(reference.quant_matmul(x, weight, bias, lora, u))
+    from qerl.kernels.quant_matmul import paths  # Triton comes only with CUDA builds of torch.
+
+    with launch_on(x.device):
+        return paths.silu_matmul(aligned_rows(x), weight, bias, lora)
+
+
+@_silu_matmul_op.register_fake
+def _(  # type: ignore[no-untyped-def]
+    x, codes, block_scale, global_scale, weight_format, segments, uniform_scale, bias, a, b, places
+):
+    return x.new_empty(x.shape[0], sum(segments) // 2)
 
 
 @torch.library.custom_op("qerl::quant_matmul_dx", mutates_args=())

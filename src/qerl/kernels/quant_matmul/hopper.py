@@ -22,6 +22,7 @@ from qerl.kernels.quant_matmul.hopper_plan import (
     few_rows_plan,
     many_rows_plan,
     shrink_plan,
+    silu_plan,
     workspace_bytes,
 )
 from qerl.kernels.quant_matmul.tensor_map import bf16_map
@@ -126,12 +127,47 @@ def matmul_into(
 ) -> None:
     """``x`` bf16 [M, K] contiguous, 1 <= M <= 2048, into `y` bf16 or fp32 [M, N] and, with LoRA, `u` bf16 [M, R] (both
     contiguous and mutated, `u` unless it `u_is_made` already); weights in tiles."""
-    shape = x.shape[0], weight.out_features, weight.in_features, multiprocessor_count(x.device.index)
+    shape = _plan_shape(x, weight)
     plan = few_rows_plan(*shape) if x.shape[0] <= FEW_ROWS else None
-    if plan is not None:
-        run_few_rows(plan, x, weight, bias, lora, y, u, u_is_made)
-    else:
-        run_many_rows(many_rows_plan(*shape), x, weight, bias, lora, y, u, u_is_made)
+    run(plan or many_rows_plan(*shape), x, weight, bias, lora, y, u, u_is_made)
+
+
+def silu_matmul_into(
+    x: torch.Tensor,
+    weight: GroupWeight,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    lora: LoraUpdate | None = None,
+    u: torch.Tensor | None = None,
+    u_is_made: bool = False,
+) -> bool:
+    """As `matmul_into`, with ``silu(gate) * up`` of the two equal segments of the weight in `y` bf16 [M, N / 2]; False
+    where no kernel does both, and nothing was written."""
+    plan = silu_plan(*_plan_shape(x, weight))
+    if plan is None:
+        return False
+    run(plan, x, weight, bias, lora, y, u, u_is_made)
+    return True
+
+
+def _plan_shape(x: torch.Tensor, weight: GroupWeight) -> tuple[int, int, int, int]:
+    return x.shape[0], weight.out_features, weight.in_features, multiprocessor_count(x.device.index)
+
+
+def run(
+    plan: FewRowsPlan | ManyRowsPlan,
+    x: torch.Tensor,
+    weight: GroupWeight,
+    bias: torch.Tensor | None,
+    lora: LoraUpdate | None,
+    y: torch.Tensor,
+    u: torch.Tensor | None = None,
+    u_is_made: bool = False,
+) -> None:
+    """Launch the kernel of `plan` into `y` [M, N] bf16 or fp32 (of a plan with SiLU: [M, N / 2] bf16) and, with LoRA,
+    `u` bf16 [M, R] (both mutated; see `matmul_into`)."""
+    launch = run_few_rows if isinstance(plan, FewRowsPlan) else run_many_rows
+    launch(plan, x, weight, bias, lora, y, u, u_is_made)
 
 
 def run_few_rows(
@@ -144,8 +180,7 @@ def run_few_rows(
     u: torch.Tensor | None = None,
     u_is_made: bool = False,
 ) -> None:
-    """Launch one few-row kernel into `y` bf16 or fp32 and, with LoRA, `u` bf16 [M, R] (both mutated; see
-    `matmul_into`)."""
+    """`run` of a few-row kernel."""
     shape, sms = (x.shape[0], weight.out_features, weight.in_features), multiprocessor_count(x.device.index)
     params = product_params(x, weight, bias, y)
     params.slices = plan.slices
@@ -158,8 +193,8 @@ def run_few_rows(
         slices = plan.lora_slices(*u.shape, x.shape[1], grid) if fits and not u_is_made else None
         if _set_lora(params, x, lora, u, slices, u_is_made):
             shared, warps = with_lora, warps + LORA_WARPS_FEW
-    wide = _wide(y)
-    kernel_launch(f"few_rows{wide}", plan.name + wide, 32 * warps, (grid, 1, 1), shared, x.device.index)(params)
+    result = _result(plan, y)
+    kernel_launch(f"few_rows{result}", plan.name + result, 32 * warps, (grid, 1, 1), shared, x.device.index)(params)
 
 
 def run_many_rows(
@@ -172,8 +207,7 @@ def run_many_rows(
     u: torch.Tensor | None = None,
     u_is_made: bool = False,
 ) -> None:
-    """Launch one many-row kernel into `y` bf16 or fp32 and, with LoRA, `u` bf16 [M, R] (both mutated; see
-    `matmul_into`)."""
+    """`run` of a many-row kernel."""
     shape, sms = (x.shape[0], weight.out_features, weight.in_features), multiprocessor_count(x.device.index)
     params = product_params(x, weight, bias, y)
     params.slices = int(plan.whole)
@@ -184,15 +218,17 @@ def run_many_rows(
         slices = None if u_is_made else plan.lora_slices(*u.shape, x.shape[1], grid)
         _set_lora(params, x, lora, u, slices, u_is_made)
         maps[1:] = bf16_map(u.data_ptr(), *u.shape, plan.tokens), bf16_map(lora.a.data_ptr(), *lora.a.shape, 64)
-    wide, threads = _wide(y), 128 * plan.groups + 128
+    result, threads = _result(plan, y), 128 * plan.groups + 128
     launch = kernel_launch(
-        f"many_rows{wide}", plan.name + wide, threads, (grid, 1, 1), plan.shared_bytes, x.device.index
+        f"many_rows{result}", plan.name + result, threads, (grid, 1, 1), plan.shared_bytes, x.device.index
     )
     launch(params, *maps)
 
 
-def _wide(y: torch.Tensor) -> str:
-    """What the names of the kernel and of its file end in: those with an fp32 result stand apart."""
+def _result(plan: FewRowsPlan | ManyRowsPlan, y: torch.Tensor) -> str:
+    """What the names of the kernel and of its file end in: those with SiLU or an fp32 result stand apart."""
+    if plan.silu:
+        return "_silu"
     return "_wide" if y.dtype == torch.float32 else ""
 
 

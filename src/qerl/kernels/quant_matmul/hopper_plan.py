@@ -4,7 +4,7 @@ The constants are straight-line fits to sweeps on an H200 over the linears of Qw
 (``benchmarks/results/kernels-h200.json`` holds the times they lead to); only their ratios matter for the choice.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from qerl.kernels.quant_matmul.tiles import TILE_ROWS, WINDOW_BYTES, WINDOW_COLUMNS
@@ -31,6 +31,10 @@ LORA_WARPS_FEW, LORA_WARPS_MANY = 4, 3
 # Parts of a sum that one of these warps reads at once; more slices than this would take longer to sum than to make.
 _AT_ONCE = 8
 _MOST_SLICES = 64
+# Blocks of 16 channels by 8 rows that the two warps of a pair exchange at once where gate and up are multiplied: those
+# of a tile, or what tiles of 256 rows leave room for (``GIVEN`` in ``silu.cuh``).
+_MOST_EXCHANGED = {256: 4}
+_EXCHANGED_BYTES = 16 * 8 * 2
 # Of the workspace, for slices of u.
 LORA_BYTES = 8 << 20
 # What a block of the LoRA shrink reads of A and x: less makes more slices to add up.
@@ -77,16 +81,23 @@ class FewRowsPlan:
         warps: of a block.
         slices: parts of k; each tile of 16 channels is summed by the last block to arrive.
         pair: clusters of two blocks share x.
+        silu: the result is silu(gate) * up of the two segments of the weight; only with one slice.
     """
 
     warps: int
     slices: int = 1
     pair: bool = False
+    silu: bool = False
 
     @property
     def name(self) -> str:
-        """Entry point in ``few_rows.cu``; with ``_wide`` at its end, in ``few_rows_wide.cu``."""
+        """Entry point in ``few_rows.cu``; with ``_wide`` or ``_silu`` at its end, in the file of that name."""
         return f"few_rows_{self.warps}_2{'_pair' if self.pair else ''}"
+
+    @property
+    def step(self) -> int:
+        """Channels that stay in one block: a tile, or with SiLU one of gate and one of up."""
+        return 2 * TILE_ROWS if self.silu else TILE_ROWS
 
     def group(self, n: int, multiprocessors: int) -> int:
         """Blocks that share a slice of k (an even number in pairs), none of them without work outside pairs.
@@ -94,12 +105,16 @@ class FewRowsPlan:
         Such a block would exit while the copies of x into its shared memory are under way.
         """
         blocks = multiprocessors // self.slices
-        return blocks // 2 * 2 if self.pair else min(blocks, n // TILE_ROWS)
+        return blocks // 2 * 2 if self.pair else min(blocks, n // self.step)
+
+    def tiles(self, n: int, multiprocessors: int) -> int:
+        """Tiles of 16 channels of the busiest block."""
+        return _ceil(n // self.step, self.group(n, multiprocessors)) * self.step // TILE_ROWS
 
     def units(self, n: int, k: int, multiprocessors: int) -> int:
         """Units (four windows) of the busiest block."""
         depth = _ceil(k // WINDOW_COLUMNS, self.slices)
-        return _ceil(n // TILE_ROWS, self.group(n, multiprocessors)) * _ceil(depth, UNIT_WINDOWS)
+        return self.tiles(n, multiprocessors) * _ceil(depth, UNIT_WINDOWS)
 
     def lora_slices(self, m: int, ranks: int, k: int, blocks: int) -> int | None:
         """Slices of k in which `blocks` blocks make u [m, ranks]; None: they cannot.
@@ -118,7 +133,7 @@ class FewRowsPlan:
         With `ranks`, the columns of u, also what making u takes.
         """
         windows = k // WINDOW_COLUMNS
-        most = _ceil(n // TILE_ROWS, self.group(n, multiprocessors))
+        most = self.tiles(n, multiprocessors)
         slots = 0
         for depth in {_ceil(windows, self.slices), windows // self.slices}:
             units = _ceil(depth, UNIT_WINDOWS)
@@ -137,11 +152,13 @@ class ManyRowsPlan:
         tokens: rows of x a tile covers.
         groups: warpgroups of 64 channels.
         whole: tiles are not shared between blocks.
+        silu: the result is silu(gate) * up of the two segments of the weight.
     """
 
     tokens: int
     groups: int
     whole: bool
+    silu: bool = False
 
     @property
     def unit(self) -> int:
@@ -155,7 +172,7 @@ class ManyRowsPlan:
 
     @property
     def name(self) -> str:
-        """Entry point in ``many_rows.cu``; with ``_wide`` at its end, in ``many_rows_wide.cu``."""
+        """Entry point in ``many_rows.cu``; with ``_wide`` or ``_silu`` at its end, in the file of that name."""
         return f"many_rows_{self.tokens}_{self.groups}_{self.unit}_{self.stages}"
 
     def tiles(self, m: int, n: int) -> int:
@@ -168,9 +185,11 @@ class ManyRowsPlan:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: the ring and its barriers, and what making u takes."""
+        """Dynamic shared memory: the ring and its barriers, what making u takes, what pairs of warps exchange."""
         window = self.tokens * 128 + 4 * self.groups * WINDOW_BYTES
-        return 1024 + self.stages * (self.unit * window + 16) + (LORA_WARPS_MANY * 512 if self.makes_u else 0)
+        sums = LORA_WARPS_MANY * 512 if self.makes_u else 0
+        blocks = 2 * self.groups * _MOST_EXCHANGED.get(self.tokens, self.tokens // 8) if self.silu else 0
+        return 1024 + self.stages * (self.unit * window + 16) + sums + _EXCHANGED_BYTES * blocks
 
     @property
     def makes_u(self) -> bool:
@@ -240,6 +259,16 @@ def many_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> ManyRowsPlan
     plans = [plan for plan in all_many_rows_plans() if plan.tokens < max(2 * m, 17)]
     plans = [plan for plan in plans if plan.fits(m, n, k, multiprocessors)]
     return min(plans, key=lambda plan: plan.cost(m, n, k, multiprocessors))
+
+
+@cache
+def silu_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan | ManyRowsPlan | None:
+    """Where gate and up, `n` rows together, are multiplied in the product's epilogue; None: it would cut k."""
+    plan = few_rows_plan(m, n, k, multiprocessors) if m <= FEW_ROWS else None
+    if plan is None:
+        return replace(many_rows_plan(m, n, k, multiprocessors), silu=True)
+    plan = replace(plan, silu=True)
+    return plan if plan.slices == 1 and plan.shared_bytes(m, n, k, multiprocessors) <= SHARED_BYTES else None
 
 
 def shrink_plan(m: int, r: int, k: int, multiprocessors: int) -> tuple[int, int]:

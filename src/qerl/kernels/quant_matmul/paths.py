@@ -21,6 +21,7 @@ from qerl.kernels.quant_matmul.hopper_plan import MANY_ROWS, PACKED_ROWS
 from qerl.kernels.quant_matmul.reference import lora_update
 from qerl.kernels.quant_matmul.weight import GroupWeight, LoraUpdate
 from qerl.kernels.quant_matmul.workspace import workspace
+from qerl.kernels.silu_mul import launch as silu_mul
 
 # Of dequantized weights at a time, where the result is fp32: no more than a layer's linears take.
 BLOCK_BYTES = 256 << 20
@@ -59,15 +60,38 @@ def lora_matmul(
     """
     out_dtype = out_dtype or x.dtype
     if weight.layout == "tiles" and x.dtype == torch.bfloat16:
-        y, u = x.new_empty(x.shape[0], weight.out_features, dtype=out_dtype), x.new_empty(x.shape[0], lora.a.shape[0])
-        in_blocks = x.shape[0] > MANY_ROWS
-        if in_blocks:
-            hopper.shrink_into(x, lora.a, u)
+        y = x.new_empty(x.shape[0], weight.out_features, dtype=out_dtype)
+        u, is_made = _space_for_u(x, lora)
         for rows in _row_blocks(x.shape[0], MANY_ROWS):
-            hopper.matmul_into(x[rows], weight, bias, y[rows], lora, u[rows], u_is_made=in_blocks)
+            hopper.matmul_into(x[rows], weight, bias, y[rows], lora, u[rows], is_made)
         return y, u
     u = x @ lora.a.t()
     return matmul(x, weight, bias, torch.float32).add_(lora_update(weight, lora, u)).to(out_dtype), u
+
+
+def silu_matmul(
+    x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, lora: LoraUpdate | None
+) -> torch.Tensor:
+    """``silu(gate) * up`` of the product [gate | up] as `matmul` and `lora_matmul` round it: [M, N / 2] as `x`."""
+    m = x.shape[0]
+    if weight.layout == "tiles" and x.dtype == torch.bfloat16 and m and (m <= PACKED_ROWS or lora is not None):
+        y = x.new_empty(m, weight.out_features // 2)
+        u, is_made = (None, False) if lora is None else _space_for_u(x, lora)
+        if all(
+            hopper.silu_matmul_into(x[rows], weight, bias, y[rows], lora, None if u is None else u[rows], is_made)
+            for rows in _row_blocks(m, MANY_ROWS)
+        ):
+            return y
+    return silu_mul.forward(matmul(x, weight, bias) if lora is None else lora_matmul(x, weight, bias, lora)[0])
+
+
+def _space_for_u(x: torch.Tensor, lora: LoraUpdate) -> tuple[torch.Tensor, bool]:
+    """u [M, R] and whether it holds ``x a^T``: that of several blocks of rows is made at once, before them."""
+    u = x.new_empty(x.shape[0], lora.a.shape[0])
+    if x.shape[0] <= MANY_ROWS:
+        return u, False
+    hopper.shrink_into(x, lora.a, u)
+    return u, True
 
 
 def _row_blocks(m: int, most: int) -> Iterator[slice]:

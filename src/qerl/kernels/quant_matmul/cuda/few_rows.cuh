@@ -6,6 +6,7 @@
 // same bits. With LoRA, SHRINKERS more warps make u and bring it into shared memory.
 #pragma once
 #include "shrink.cuh"
+#include "silu.cuh"
 
 constexpr int X_CHUNKS = 8;
 constexpr int SHRINKERS = 4, SHRINK_BYTES = SHRINKERS * 512;  // warps that make u; their sums in shared memory
@@ -83,10 +84,12 @@ __device__ __forceinline__ void make_slices(const Params& p, float4* sums, int w
 
 // What the warps beside the product do: their part of the slices of u; then each block sums all of u for itself, in
 // shared memory (rows `pitch` apart), which takes less time than passing sums around.
+template <bool SILU>
 __device__ __forceinline__ void serve_lora(const Params& p, uint16_t* u, int pitch, float4* sums, uint32_t u_full,
                                            int tile_begin, int tile_end) {
     const int worker = uniform_warp() - blockDim.x / 32 + SHRINKERS, lane = threadIdx.x & 31, tiles = rank_tiles(p);
-    prefetch_factors(p, tile_begin, tile_end, worker * 32 + lane, SHRINKERS * 32);
+    if constexpr (SILU) prefetch_factors_of_pairs(p, tile_begin / 2, tile_end / 2, worker * 32 + lane, SHRINKERS * 32);
+    else prefetch_factors(p, tile_begin, tile_end, worker * 32 + lane, SHRINKERS * 32);
     wait_for_predecessors();
     make_slices(p, sums, worker, lane);
 #pragma unroll 1
@@ -103,14 +106,17 @@ __device__ __forceinline__ void serve_lora(const Params& p, uint16_t* u, int pit
     if (worker == 0 && lane == 0) leave_counters(p);
 }
 
-// PAIR: clusters of two blocks share x. WIDE: y is fp32.
-template <int WARPS, int STAGES, bool PAIR, bool WIDE = false>
+// PAIR: clusters of two blocks share x. WIDE: y is fp32. SILU: y is silu(gate) * up (silu.cuh); the tiles that blocks
+// share out alternate between gate and up. k is not cut.
+template <int WARPS, int STAGES, bool PAIR, bool WIDE = false, bool SILU = false>
 __device__ __forceinline__ void few_rows(const Params& p) {
     extern __shared__ __align__(128) unsigned char shared[];
     const int warp = uniform_warp(), lane = threadIdx.x & 31;
     const int tiles = p.n / 16, windows = p.k / 64;
     const int group = gridDim.x / p.slices, slice = blockIdx.x / group, member = blockIdx.x % group;
-    const int tile_begin = tiles * member / group, tile_end = tiles * (member + 1) / group;
+    constexpr int TOGETHER = SILU ? 2 : 1;  // tiles that stay in one block
+    const int tile_begin = tiles / TOGETHER * member / group * TOGETHER,
+              tile_end = tiles / TOGETHER * (member + 1) / group * TOGETHER;
     const int window_begin = windows * slice / p.slices, window_end = windows * (slice + 1) / p.slices;
     const int depth = window_end - window_begin, units = (depth + UNIT_WINDOWS - 1) / UNIT_WINDOWS;
     const int total = units * (tile_end - tile_begin);
@@ -139,11 +145,16 @@ __device__ __forceinline__ void few_rows(const Params& p) {
     const uint64_t policy = evict_first_policy();
     // Units of a slice are contiguous; from one tile to the next, the other slices are skipped.
     int load_unit = begin % units, loaded = begin;
+    const int first_tile = tile_begin + begin / units;
     const unsigned char* source =
-        p.tiles +
-        ((long long)(tile_begin + begin / units) * windows + window_begin + load_unit * UNIT_WINDOWS) * WINDOW_BYTES;
+        p.tiles + ((long long)(SILU ? tile_of_pair(p, first_tile / 2, first_tile & 1) : first_tile) * windows +
+                   window_begin + load_unit * UNIT_WINDOWS) *
+                      WINDOW_BYTES;
     const int last_bytes = (depth - (units - 1) * UNIT_WINDOWS) * WINDOW_BYTES,
               skipped = (windows - depth) * WINDOW_BYTES;
+    // With SILU, from the end of a tile of gate to that of up, or back to the next one of gate.
+    const long long tile_bytes = (long long)windows * WINDOW_BYTES, to_up = (tiles / 2 - 1) * tile_bytes;
+    long long jump = first_tile & 1 ? -tile_bytes - to_up : to_up;
     auto load = [&](int stage) {  // one unit into `stage`; all lanes come along, one issues
         const bool last = ++load_unit == units;
         const int bytes = last ? last_bytes : UNIT_BYTES;
@@ -152,7 +163,12 @@ __device__ __forceinline__ void few_rows(const Params& p) {
             bulk_load_once(ring + stage * UNIT_BYTES, source, bytes, full + stage * 8, policy);
         }
         loaded++;
-        source += last ? bytes + skipped : bytes;
+        if constexpr (SILU) {
+            source += bytes;
+            if (last) source += jump, jump = -tile_bytes - jump;
+        } else {
+            source += last ? bytes + skipped : bytes;
+        }
         if (last) load_unit = 0;
     };
     if (warp < WARPS)
@@ -163,7 +179,7 @@ __device__ __forceinline__ void few_rows(const Params& p) {
     else __syncthreads();
     if (warp >= WARPS) {
         float4* const shrink_sums = (float4*)(sums + WARPS * slots * 128);
-        return serve_lora(p, u_shared, u_pitch, shrink_sums, u_full, tile_begin, tile_end);
+        return serve_lora<SILU>(p, u_shared, u_pitch, shrink_sums, u_full, tile_begin, tile_end);
     }
     // x arrives in chunks of columns, so that a warp waits only for those it multiplies next. In a pair, every row is
     // fetched by one block and multicast to both: small weights are read in little more time than 132 copies of x.
@@ -240,10 +256,9 @@ __device__ __forceinline__ void few_rows(const Params& p) {
     const bool u_nearby = p.lora.a != nullptr;
     if (u_nearby) barrier_wait(u_full, 0);
 
-    for (int tile = tile_begin + warp; tile < tile_end; tile += WARPS) {
+    // The sum of a tile over the warps that share it, in their order.
+    auto sum_tile = [&](int tile, float (&v)[4]) {
         const int first = (tile - tile_begin) * units, last = first + units - 1;  // units of this tile
-        float sum[1][4] = {};
-        float (&v)[4] = sum[0];
         for (int w = ((first + 1) * WARPS - 1) / total; w <= ((last + 1) * WARPS - 1) / total; w++) {
             const int w_begin = total * w / WARPS;
             if (w_begin == total * (w + 1) / WARPS) continue;
@@ -251,15 +266,38 @@ __device__ __forceinline__ void few_rows(const Params& p) {
 #pragma unroll
             for (int i = 0; i < 4; i++) v[i] += from[i];
         }
-        if (p.slices > 1 && !sum_slices(p, slice, tile, tiles, lane, v)) continue;
-        const Epilogue e(p, tile, lane);
+    };
+    auto scale_and_add_lora = [&](const Epilogue& e, int tile, float (&v)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; i++) v[i] *= e.scale;
         const Factor factor(p, e.segment, tile);
         if (u_nearby) add_lora(p, factor, u_shared, u_pitch, lane, v);
         else add_lora(p, factor, p.lora.u, p.lora.width, lane, v);
-        if constexpr (WIDE) store_wide<1>(p, e, tile, 0, lane, sum);
-        else store_block(p, e, tile, 0, lane, v);
+    };
+    if constexpr (SILU) {
+        for (int pair = tile_begin / 2 + warp; pair < tile_end / 2; pair += WARPS) {
+            uint2 rounded[2];
+#pragma unroll
+            for (int up = 0; up < 2; up++) {
+                float v[4] = {};
+                sum_tile(2 * pair + up, v);
+                const Epilogue e(p, tile_of_pair(p, pair, up), lane);
+                scale_and_add_lora(e, tile_of_pair(p, pair, up), v);
+                rounded[up] = rounded_block(e, v);
+            }
+            store_silu_mul(p, pair, 0, lane, rounded[0], rounded[1]);
+        }
+    } else {
+        for (int tile = tile_begin + warp; tile < tile_end; tile += WARPS) {
+            float sum[1][4] = {};
+            float (&v)[4] = sum[0];
+            sum_tile(tile, v);
+            if (p.slices > 1 && !sum_slices(p, slice, tile, tiles, lane, v)) continue;
+            const Epilogue e(p, tile, lane);
+            scale_and_add_lora(e, tile, v);
+            if constexpr (WIDE) store_wide<1>(p, e, tile, 0, lane, sum);
+            else store_block(p, e, tile, 0, lane, v);
+        }
     }
 }
 

@@ -9,6 +9,8 @@
 // warps beside the producer make u where it does not come from an earlier kernel.
 #pragma once
 #include "shrink.cuh"
+#include "silu.cuh"
+#include "stream_k.cuh"
 #include "u_part.cuh"
 
 struct TensorMap {
@@ -43,77 +45,6 @@ __device__ __forceinline__ void tensor_load(uint32_t dst, const TensorMap* map, 
         : "memory");
 }
 
-// How the units (stages) of all tiles are shared out among the blocks. Products of counts stay below 2^32 (the host
-// checks): a 64-bit division costs a third of a microsecond.
-struct Work {
-    unsigned row_blocks, token_blocks, units, total;  // units: of one tile
-    bool whole;                                       // no tile is shared between blocks
-    __device__ __forceinline__ int begin(unsigned index) const {
-        if (whole) return row_blocks * token_blocks * index / gridDim.x * units;
-        return total * index / gridDim.x;
-    }
-    // The block that computes unit u.
-    __device__ __forceinline__ int owner(unsigned u) const { return ((u + 1) * gridDim.x - 1) / total; }
-    __device__ __forceinline__ int contributors(int tile) const {
-        return whole ? 1 : owner((tile + 1) * units - 1) - owner(tile * units) + 1;
-    }
-};
-
-// A block's part of a tile it shares: a block begins at most one such tile and ends at most one.
-template <int TOKENS, int WARPS>
-__device__ __forceinline__ float* part_of(const Params& p, int block, bool begins, int warp, int lane) {
-    return p.partial + ((long long)(block * 2 + begins) * WARPS + warp) * (TOKENS * 16) + lane * 4;
-}
-
-// Leave a warp's part of a shared tile in the workspace; the caller counts it as arrived.
-template <int TOKENS, int WARPS>
-__device__ __forceinline__ void leave_part(const Params& p, bool begins, int warp, int lane,
-                                           const float (&c)[TOKENS / 8][4]) {
-    float* mine = part_of<TOKENS, WARPS>(p, blockIdx.x, begins, warp, lane);
-#pragma unroll
-    for (int b = 0; b < TOKENS / 8; b++)
-        __stcg((float4*)(mine + b * 128), make_float4(c[b][0], c[b][1], c[b][2], c[b][3]));
-    __threadfence();
-}
-
-// The sum of a warp's parts of a shared tile, in block order, once all of them have arrived.
-template <int TOKENS, int WARPS>
-__device__ __forceinline__ void add_parts(const Params& p, const Work& work, int tile, int warp, int lane,
-                                          float (&c)[TOKENS / 8][4]) {
-    const int first = work.owner(tile * work.units), contributors = work.owner((tile + 1) * work.units - 1) - first + 1;
-#pragma unroll
-    for (int b = 0; b < TOKENS / 8; b++) c[b][0] = c[b][1] = c[b][2] = c[b][3] = 0.0f;
-    // The first of them begins the tile; the others begin inside it, in slot 0.
-    const float* part = part_of<TOKENS, WARPS>(p, first, true, warp, lane);
-    const float* next = part_of<TOKENS, WARPS>(p, first + 1, false, warp, lane);
-    constexpr long long BLOCK_STRIDE = 2LL * WARPS * TOKENS * 16;
-#pragma unroll(TOKENS <= 32 ? 4 : TOKENS <= 64 ? 2 : 1)
-    for (int i = 0; i < contributors; i++) {
-#pragma unroll
-        for (int b = 0; b < TOKENS / 8; b++) {
-            const float4 f = __ldcg((const float4*)(part + b * 128));
-            c[b][0] += f.x, c[b][1] += f.y, c[b][2] += f.z, c[b][3] += f.w;
-        }
-        part = next, next += BLOCK_STRIDE;
-    }
-}
-
-// The last warp to finish its 16 channels of a shared tile sums all parts and returns true.
-template <int TOKENS, int WARPS>
-__device__ __forceinline__ bool sum_parts(const Params& p, const Work& work, int tile, bool begins, int warp, int lane,
-                                          float (&c)[TOKENS / 8][4]) {
-    leave_part<TOKENS, WARPS>(p, begins, warp, lane, c);
-    __syncwarp();
-    int arrived = 0;
-    int* counter = p.arrivals + tile * WARPS + warp;
-    if (lane == 0) arrived = atomicAdd(counter, 1);
-    if (__shfl_sync(~0u, arrived, 0) != work.contributors(tile) - 1) return false;
-    __threadfence();
-    if (lane == 0) *counter = 0;
-    add_parts<TOKENS, WARPS>(p, work, tile, warp, lane, c);
-    return true;
-}
-
 // Registers of a thread of the producer's warpgroup and of the others. The largest tile leaves none to sum u with.
 template <int TOKENS, int GROUPS>
 constexpr int producer_registers = TOKENS == 256 ? 24
@@ -127,20 +58,22 @@ constexpr int SUMMERS = 3, SUM_BARRIER = 2;  // warps that sum u
 constexpr int RING_BARRIER = 1, IDLE_BARRIER = 3;
 
 // The segments of a tile of WARPS row tiles, each in steps of 64 ranks: what LoRA multiplies, in the order of the ring.
-template <int WARPS, typename Step>
+// Pairs of gate and up lie in both segments.
+template <int WARPS, bool SILU, typename Step>
 __device__ __forceinline__ void for_lora_steps(const Params& p, int row_block, Step step) {
     if (!p.lora.u) return;
-    const int last = segment_of(p, min((row_block + 1) * WARPS, p.n / 16) - 1);
-    for (int s = segment_of(p, row_block * WARPS); s <= last; s++)
+    const int last = SILU ? 1 : segment_of(p, min((row_block + 1) * WARPS, p.n / 16) - 1);
+    for (int s = SILU ? 0 : segment_of(p, row_block * WARPS); s <= last; s++)
         for (int r = 0; r < p.lora.rank[s]; r += 64) step(s, r);
 }
 
-// UNIT windows of all channels and of x are one stage, filled by one producer warp. WIDE: y is fp32.
-template <int TOKENS, int GROUPS, int UNIT, int STAGES, bool WIDE = false>
+// UNIT windows of all channels and of x are one stage, filled by one producer warp. WIDE: y is fp32. SILU: y is
+// silu(gate) * up (silu.cuh); the first half of the warps holds tiles of gate, the second those of up.
+template <int TOKENS, int GROUPS, int UNIT, int STAGES, bool WIDE = false, bool SILU = false>
 __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_map, const TensorMap* u_map,
                                           const TensorMap* a_map) {
     constexpr int WARPS = GROUPS * 4, X_BYTES = TOKENS * 128, W_BYTES = UNIT * WINDOW_BYTES;
-    constexpr int BOXES = UNIT == 4 ? GROUPS : 2;
+    constexpr int BOXES = UNIT == 4 ? GROUPS : 2, PAIRS = WARPS / 2;
     using Part = UPart<TOKENS, BOXES>;
     extern __shared__ __align__(1024) unsigned char shared[];
     const int warp = uniform_warp(), lane = threadIdx.x & 31;
@@ -174,8 +107,13 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                 if (!p.lora.a) return;
                 const int thread = threadIdx.x - (WARPS + 1) * 32;
                 for (int tile = begin / work.units; tile * (int)work.units < end; tile++) {
-                    const int first = tile % work.row_blocks * WARPS;
-                    prefetch_factors(p, first, min(first + WARPS, tiles), thread, SUMMERS * 32);
+                    if constexpr (SILU) {
+                        const int first = tile % work.row_blocks * PAIRS;
+                        prefetch_factors_of_pairs(p, first, min(first + PAIRS, tiles / 2), thread, SUMMERS * 32);
+                    } else {
+                        const int first = tile % work.row_blocks * WARPS;
+                        prefetch_factors(p, first, min(first + WARPS, tiles), thread, SUMMERS * 32);
+                    }
                 }
                 const Part part(p);
                 const int rank0 = part.group * 64 * BOXES, ranks = min(64 * BOXES, p.lora.width - rank0);
@@ -215,15 +153,20 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
             auto load_weights = [&](int stage) {
                 const int first = unit * UNIT, count = min(UNIT, windows - first);
                 barrier_expect(full + stage * 8, count * (X_BYTES + WARPS * WINDOW_BYTES));
-                const unsigned char* source = p.tiles + ((long long)row_block * WARPS * windows + first) * WINDOW_BYTES;
+                constexpr int IN_A_ROW = SILU ? PAIRS : WARPS;  // tiles of consecutive channels
+                const int rows_of_tiles = SILU ? tiles / 2 : tiles;
+                const unsigned char* source =
+                    p.tiles + ((long long)row_block * IN_A_ROW * windows + first) * WINDOW_BYTES;
+                const unsigned char* up = source + (long long)rows_of_tiles * windows * WINDOW_BYTES;
                 const long long next = (long long)windows * WINDOW_BYTES;
-                const int present = min(WARPS, tiles - row_block * WARPS);
+                const int present = min(IN_A_ROW, rows_of_tiles - row_block * IN_A_ROW);
                 // Channels past the end get another tile's weights: their sums are not stored.
 #pragma unroll
                 for (int i = 0; i < WARPS; i++) {
                     bulk_load_hinted(w_base + (stage * WARPS + i) * W_BYTES, source, count * WINDOW_BYTES,
                                      full + stage * 8, policy, work.token_blocks == 1);
-                    if (i + 1 < present) source += next;
+                    if (SILU && i + 1 == PAIRS) source = up;
+                    else if (i % IN_A_ROW + 1 < present) source += next;
                 }
             };
             auto load_x = [&](int stage) {
@@ -246,7 +189,7 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
             bool awaited = TOKENS == 256 || !p.lora.a;  // u is there
             // After the last unit here of a tile that begins here: the columns of u that LoRA multiplies.
             auto load_u = [&]() {
-                for_lora_steps<WARPS>(p, row_block, [&](int s, int r) {
+                for_lora_steps<WARPS, SILU>(p, row_block, [&](int s, int r) {
                     barrier_wait(empty + stage * 8, phase ^ 1);
                     if (!awaited) await_u(p), awaited = true;
                     barrier_expect(full + stage * 8, X_BYTES);
@@ -352,7 +295,9 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                 for (int i = 0; i < 4; i++) asm volatile("" : "+f"(c[b][i])::"memory");
 
             wait_for_predecessors();  // from here on: b, the workspace, y
-            const int row_block = tile % work.row_blocks, row_tile = row_block * WARPS + warp;
+            const int row_block = tile % work.row_blocks, pair = row_block * PAIRS + warp % PAIRS;
+            const int row_tile =
+                SILU ? tile_of_pair(p, min(pair, tiles / 2 - 1), warp >= PAIRS) : row_block * WARPS + warp;
             const Epilogue e(p, min(row_tile, tiles - 1), lane);
 #pragma unroll
             for (int b = 0; b < TOKENS / 8; b++)
@@ -360,7 +305,7 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                 for (int i = 0; i < 4; i++) c[b][i] *= e.scale;
             // Who begins a tile adds LoRA to its part: u has most time to come until the end of that part.
             if (begins)
-                for_lora_steps<WARPS>(p, row_block, [&](int s, int r) {
+                for_lora_steps<WARPS, SILU>(p, row_block, [&](int s, int r) {
                     const Factor factor(p, s, min(row_tile, tiles - 1));
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
@@ -383,10 +328,17 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                     if (++stage == STAGES) stage = 0, phase ^= 1;
                 });
             bool finished = true;
-            if (work.contributors(tile) > 1) finished = sum_parts<TOKENS, WARPS>(p, work, tile, begins, warp, lane, c);
-            if (finished && row_tile < tiles) {
+            if (work.contributors(tile) > 1) {
+                if constexpr (SILU) finished = sum_parts_of_pair<TOKENS, WARPS>(p, work, tile, begins, warp, lane, c);
+                else finished = sum_parts<TOKENS, WARPS>(p, work, tile, begins, warp, lane, c);
+            }
+            if (finished && (SILU ? pair < tiles / 2 : row_tile < tiles)) {
                 const int token0 = tile / work.row_blocks * TOKENS;
-                if constexpr (WIDE) {
+                if constexpr (SILU) {
+                    uint2* const exchange =
+                        (uint2*)(shared + (empty + STAGES * 8 + (TOKENS < 256 ? SUMMERS * 512 : 0) - base));
+                    store_pair<TOKENS, WARPS>(p, e, pair, token0, warp, lane, exchange, c);
+                } else if constexpr (WIDE) {
                     store_wide<TOKENS / 8>(p, e, row_tile, token0, lane, c);
                 } else {
 #pragma unroll

@@ -1,0 +1,15 @@
+// The few-row kernels (few_rows.cuh) that store silu(gate) * up, apart because only the engine needs them: they are
+// compiled at their first use.
+#include "few_rows.cuh"
+
+#define KERNEL(W, S)                                                      \
+    extern "C" __global__ void __launch_bounds__((W + SHRINKERS) * 32, 1) \
+        few_rows_##W##_##S##_silu(const __grid_constant__ Params p) {     \
+        few_rows<W, S, false, false, true>(p);                            \
+    }
+#define PAIRED_KERNEL(W, S)                                                                         \
+    extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__((W + SHRINKERS) * 32, 1) \
+        few_rows_##W##_##S##_pair_silu(const __grid_constant__ Params p) {                          \
+        few_rows<W, S, true, false, true>(p);                                                       \
+    }
+FEW_ROWS_KERNELS(KERNEL, PAIRED_KERNEL)
