@@ -51,10 +51,17 @@ class Emulator:
         monkeypatch.setattr(hopper, "multiprocessor_count", lambda index: multiprocessors)
         monkeypatch.setattr(hopper, "bf16_map", lambda *fields: (ctypes.c_uint64 * 16)(*fields))
         monkeypatch.setattr(hopper, "kernel_launch", self._launch)
-        monkeypatch.setattr(hopper, "_shrink_into", lambda x, a, u: u.copy_(x.double() @ a.double().t()))
+        monkeypatch.setattr(hopper, "shrink_into", lambda x, a, u: u.copy_(x.double() @ a.double().t()))
 
     def _launch(
-        self, source: str, name: str, threads: int, grid: tuple[int, int, int], shared: int, device: None
+        self,
+        source: str,
+        name: str,
+        threads: int,
+        grid: tuple[int, int, int],
+        shared: int,
+        device: None,
+        macro: str | None = None,
     ) -> Callable[..., None]:
         entry = ctypes.cast(getattr(self.library, name), ctypes.c_void_p)
         cluster = 2 if "_pair" in name else 1

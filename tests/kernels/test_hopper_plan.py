@@ -235,7 +235,7 @@ PRODUCTS = [f"{rows}_rows{result}" for rows in ("few", "many") for result in RES
 PRODUCTS += ["input_grad", "dequantize", "lora_shrink"]
 
 
-def machine_code(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
+def machine_code(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, only: str | None = None) -> bytes:
     """What NVRTC makes of a source; skips where it is missing."""
     if importlib.util.find_spec("cuda.bindings") is None:
         pytest.skip("cuda-bindings is not installed")
@@ -243,7 +243,7 @@ def machine_code(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     try:
-        return compile_cubin(source)
+        return compile_cubin(source, only)
     except RuntimeError as error:  # ours, or cuda.bindings' where the library is missing
         if "cannot compile" in str(error):
             raise
@@ -266,6 +266,32 @@ def test_nvrtc_compiles_without_a_gpu(source: Path, tmp_path: Path, monkeypatch:
     assert all(name.encode() in cubin for name in names or {source.stem})
     (cached,) = (tmp_path / "qerl" / "kernels").iterdir()
     assert cached.read_bytes() == cubin == machine_code(source, tmp_path, monkeypatch)
+
+
+def _single_kernels() -> list[tuple[Path, str, str]]:
+    """(source, name, macro) of one kernel of every kind, as the launches ask for it."""
+    found = [
+        (SOURCES / f"{source}{result}.cu", plan.name + result, plan.macro)
+        for source, plan in (
+            ("few_rows", FewRowsPlan(8, pair=True)),
+            ("few_rows", FewRowsPlan(16)),
+            ("many_rows", all_many_rows_plans()[0]),
+        )
+        for result in RESULTS
+    ]
+    grad = all_input_grad_plans()[0]
+    found.append((SOURCES / "input_grad.cu", grad.name, grad.macro))
+    for dtype, rotary in itertools.product((torch.bfloat16, torch.float8_e4m3fn), (False, True)):
+        entry = paged_attention.hopper._entry(dtype, rotary, 64, (2, 8))
+        found.append((paged_attention.hopper._source(dtype, rotary), *entry))
+    return found
+
+
+@pytest.mark.parametrize("source, name, macro", _single_kernels(), ids=[name for _, name, _ in _single_kernels()])
+def test_one_kernel_alone(source: Path, name: str, macro: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a macro call makes is the entry point that is looked up, and nothing else."""
+    cubin = machine_code(source, tmp_path, monkeypatch, macro)
+    assert set(re.findall(rb"\.text\.(\w+)", cubin)) == {name.encode()}
 
 
 @pytest.mark.parametrize("source", ["many_rows", "many_rows_silu"])

@@ -40,6 +40,13 @@ def engine_of(model, **limits: object) -> RolloutEngine:  # type: ignore[no-unty
     return RolloutEngine(DecoderRunner(model, 256), eos_token_ids(model, tiny_tokenizer().eos_token_id), config)
 
 
+@torch.no_grad()
+def distributions(model, prompt: list[int], tokens: list[int], temperature: float) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    """Log-probs [tokens, V] from which ``tokens`` were to be drawn behind ``prompt``, by the forward of transformers."""
+    logits = model(torch.tensor([prompt + tokens], device="cuda")).logits[0, len(prompt) - 1 : -1].float().cpu()
+    return (logits / temperature).log_softmax(-1)
+
+
 def flat(outputs: list[list[CompletionOutput]]) -> list[CompletionOutput]:
     return [sample for group in outputs for sample in group]
 
@@ -202,16 +209,19 @@ def test_drafts_under_graphs(sampling: SamplingParams, tmp_path: Path) -> None:
     model = policy(tmp_path, weights="bf16")
     drafts = {"speculative_tokens": 4, "speculative_history": 100_000}
     graphed, eager = engine_of(model, **drafts), engine_of(model, cuda_graphs=False, **drafts)
-    expected = flat(engine_of(model).generate(PROMPTS, sampling))
     for _ in range(4):
         found = graphed.generate(PROMPTS, sampling)
         assert found == eager.generate(PROMPTS, sampling), "graphs change no bit of a step with drafts"
-        for ours, plain in zip(flat(found), expected, strict=True):
-            pairs = enumerate(zip(ours.token_ids, plain.token_ids, strict=False))
-            length = min(len(ours.token_ids), len(plain.token_ids))
-            same = next((i for i, (x, y) in pairs if x != y), length)
-            assert same > min(4, length - 1), "other batch sizes may round differently, not compute something else"
-            assert ours.logprobs[:same] == pytest.approx(plain.logprobs[:same], abs=0.05)
+        # Where a step has other rows, a number near the middle rounds the other way, and a draw may fall to the next
+        # token: what must hold of every sample is that it was drawn from the model's distribution.
+        for prompt, samples in zip(PROMPTS, found, strict=True):
+            for sample in samples:
+                exact = distributions(model, prompt, sample.token_ids, sampling.temperature or 1.0)
+                drawn = exact.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+                off = (torch.tensor(sample.temperature_logprobs) - drawn).abs()
+                assert off.mean() < 0.03 and off.max() < 0.3
+                if sampling.temperature == 0:
+                    assert (exact.max(1).values - drawn).max() < 0.1
     # The last call drafts from what the calls before it drew.
     stats = graphed.stats
     assert stats.acceptance > 0.3 and stats.accepted_tokens > 20

@@ -1,6 +1,7 @@
 """CUDA C++ kernels without a compiler on the user's machine: NVRTC at first use, the binary cached on disk.
 
 NVRTC ships with torch's CUDA packages, and ``cuda.bindings`` (a dependency of those packages) compiles and launches.
+Each kernel of a source is compiled by itself when it is first asked for: one takes about a second, all a minute.
 Binaries are kept under ``$XDG_CACHE_HOME/qerl`` (default ``~/.cache/qerl``) by a hash of source, options and NVRTC
 version.
 """
@@ -32,8 +33,10 @@ def cache_dir() -> Path:
     return Path(root) / "qerl" / "kernels"
 
 
-def compile_cubin(source: Path, arch: str = "sm_90a") -> bytes:
+def compile_cubin(source: Path, only: str | None = None, arch: str = "sm_90a") -> bytes:
     """Machine code of a ``.cu`` file whose includes lie beside it, from the cache or from NVRTC.
+
+    With ``only``, the macro call of one of its kernels (such as ``KERNEL(64, 2, 4, 4)``), of that kernel alone.
 
     Raises:
         KernelBuildError: with NVRTC's log.
@@ -44,6 +47,8 @@ def compile_cubin(source: Path, arch: str = "sm_90a") -> bytes:
     headers = sorted(source.parent.glob("*.cuh"))
     version = _checked(nvrtc.nvrtcVersion())
     options = [f"--gpu-architecture={arch}".encode(), b"--std=c++17"]
+    if only is not None:
+        options.append(f"--define-macro=KERNELS={only}".encode())
     digest = hashlib.sha256(repr((version, options)).encode())
     for file in (source, *headers):
         digest.update(file.read_bytes())
@@ -109,23 +114,30 @@ class Kernel:
 
 
 @cache
-def load_kernel(source: Path, name: str, threads: int, dynamic_shared: bool, device_index: int) -> Kernel:
+def load_kernel(
+    source: Path, name: str, threads: int, dynamic_shared: bool, device_index: int, only: str | None = None
+) -> Kernel:
     """Compile (or fetch), load into the context of the device, and allow all dynamic shared memory if asked.
+
+    ``only`` as in :func:`compile_cubin`.
 
     Raises:
         KernelBuildError: it cannot be built or loaded.
     """
     from cuda.bindings import driver
 
-    kernel = Kernel(_checked(driver.cuModuleGetFunction(load_module(source, device_index), name.encode())), threads)
+    module = load_module(source, device_index, only)
+    kernel = Kernel(_checked(driver.cuModuleGetFunction(module, name.encode())), threads)
     if dynamic_shared:
         kernel.allow_shared_memory(torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin)
     return kernel
 
 
 @cache
-def load_module(source: Path, device_index: int):  # type: ignore[no-untyped-def]
-    """Compile (or fetch) a source and load it into the context of the device; not while a CUDA graph is captured.
+def load_module(source: Path, device_index: int, only: str | None = None):  # type: ignore[no-untyped-def]
+    """Compile (or fetch) a source, or one kernel of it, and load it into the context of the device.
+
+    Not while a CUDA graph is captured.
 
     Raises:
         KernelBuildError: it cannot be built or loaded.
@@ -134,7 +146,7 @@ def load_module(source: Path, device_index: int):  # type: ignore[no-untyped-def
 
     with torch.cuda.device(device_index):
         torch.cuda.current_stream().synchronize()  # makes torch create its context
-        return _checked(driver.cuModuleLoadData(compile_cubin(source)))
+        return _checked(driver.cuModuleLoadData(compile_cubin(source, only)))
 
 
 class Launch:

@@ -13,10 +13,10 @@ extern "C" const char* emulate(int dim, int fp8, int cluster, int warps, const P
     if (dim == D && fp8 == FP8 && cluster == C && warps == W)                                                         \
         machine.body = rotation ? std::function<void()>([&p, rotation] { decode<D, FP8, C, W, true>(p, *rotation); }) \
                                 : std::function<void()>([&p] { decode<D, FP8, C, W, false>(p, {}); });
-    KERNELS(CHOOSE, , 0, 64)
-    KERNELS(CHOOSE, , 0, 128)
-    KERNELS(CHOOSE, , 1, 64)
-    KERNELS(CHOOSE, , 1, 128)
+    DECODE_KERNELS(CHOOSE, , 0, 64)
+    DECODE_KERNELS(CHOOSE, , 0, 128)
+    DECODE_KERNELS(CHOOSE, , 1, 64)
+    DECODE_KERNELS(CHOOSE, , 1, 128)
     if (!machine.body) return "no such kernel";
     for (machine.row = 0; machine.row < sequences; machine.row++)
         for (int head = 0; head < p.kv_heads; head++) {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from qerl.kernels.cuda import DISABLE_VARIABLE, Launch, load_kernel, load_module
+from qerl.kernels.cuda import DISABLE_VARIABLE, Launch, load_kernel
 from qerl.kernels.device import dependent_launch, multiprocessor_count
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,8 @@ def is_supported(index: int, dtype: torch.dtype, rotary: bool) -> bool:
     if torch.cuda.get_device_capability(index) != (9, 0) or os.environ.get(DISABLE_VARIABLE):
         return False
     try:
-        load_module(_source(dtype, rotary), index)
+        name, macro = _entry(dtype, rotary, HEAD_DIMS[0], SHAPES[0])
+        load_kernel(_source(dtype, rotary), name, 128, True, index, macro)  # the others will be built as it can be
     except (ImportError, RuntimeError) as error:  # cuda.bindings raises a RuntimeError where a library is missing
         logger.warning(
             "the Hopper kernel of decode attention cannot be built (%s): the Triton kernel serves it. It needs NVRTC "
@@ -104,6 +105,14 @@ def is_supported(index: int, dtype: torch.dtype, rotary: bool) -> bool:
 @cache
 def _source(dtype: torch.dtype, rotary: bool) -> Path:
     return _FOLDER / f"{'rotary_' if rotary else ''}{_SOURCES[dtype]}.cu"
+
+
+def _entry(dtype: torch.dtype, rotary: bool, head_dim: int, shape: tuple[int, int]) -> tuple[str, str]:
+    """A kernel's name in its source, and the macro call that defines it."""
+    stem, (cluster, warps) = _source(dtype, rotary).stem, shape
+    is_fp8 = str(dtype.itemsize == 1).lower()
+    macro = f"{'ROTARY_' if rotary else ''}KERNEL({stem}, {is_fp8}, {head_dim}, {cluster}, {warps})"
+    return f"{stem}_{head_dim}_{cluster}_{warps}", macro
 
 
 def decode_shape(sequences: int, num_kv_heads: int, longest: int, multiprocessors: int) -> tuple[int, int]:
@@ -198,6 +207,6 @@ def _launch(
     overlap: bool,
     device: int,
 ) -> Launch:
-    source, (cluster, warps) = _source(dtype, rotary), shape
-    kernel = load_kernel(source, f"{source.stem}_{head_dim}_{cluster}_{warps}", 32 * warps, True, device)
-    return Launch(kernel, grid, shared_bytes(head_dim, dtype.itemsize, cluster, warps), overlap)
+    name, macro = _entry(dtype, rotary, head_dim, shape)
+    kernel = load_kernel(_source(dtype, rotary), name, 32 * shape[1], True, device, macro)
+    return Launch(kernel, grid, shared_bytes(head_dim, dtype.itemsize, *shape), overlap)

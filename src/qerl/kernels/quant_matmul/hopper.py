@@ -19,6 +19,7 @@ from qerl.kernels.quant_matmul.hopper_plan import (
     SHARED_BYTES,
     FewRowsPlan,
     ManyRowsPlan,
+    all_many_rows_plans,
     few_rows_plan,
     many_rows_plan,
     shrink_plan,
@@ -103,8 +104,8 @@ def _is_supported(index: int) -> bool:
         logger.info("%s is set: NVFP4 products use the Triton kernels", DISABLE_VARIABLE)
         return False
     try:
-        for source in ("few_rows", "many_rows", "input_grad", "dequantize", "lora_shrink"):
-            load_module(_SOURCES / f"{source}.cu", index)
+        # The others are built when they are first needed, as this one can be.
+        load_module(_SOURCES / "many_rows.cu", index, all_many_rows_plans()[0].macro)
     except (ImportError, RuntimeError) as error:  # cuda.bindings raises a RuntimeError where a library is missing
         logger.warning(
             "the fast Hopper kernels cannot be built (%s): NVFP4 products use the Triton kernels. "
@@ -193,8 +194,8 @@ def run_few_rows(
         slices = plan.lora_slices(*u.shape, x.shape[1], grid) if fits and not u_is_made else None
         if _set_lora(params, x, lora, u, slices, u_is_made):
             shared, warps = with_lora, warps + LORA_WARPS_FEW
-    result = _result(plan, y)
-    kernel_launch(f"few_rows{result}", plan.name + result, 32 * warps, (grid, 1, 1), shared, x.device.index)(params)
+    result, place = _result(plan, y), ((grid, 1, 1), shared, x.device.index)
+    kernel_launch(f"few_rows{result}", plan.name + result, 32 * warps, *place, plan.macro)(params)
 
 
 def run_many_rows(
@@ -218,10 +219,8 @@ def run_many_rows(
         slices = None if u_is_made else plan.lora_slices(*u.shape, x.shape[1], grid)
         _set_lora(params, x, lora, u, slices, u_is_made)
         maps[1:] = bf16_map(u.data_ptr(), *u.shape, plan.tokens), bf16_map(lora.a.data_ptr(), *lora.a.shape, 64)
-    result, threads = _result(plan, y), 128 * plan.groups + 128
-    launch = kernel_launch(
-        f"many_rows{result}", plan.name + result, threads, (grid, 1, 1), plan.shared_bytes, x.device.index
-    )
+    result, place = _result(plan, y), ((grid, 1, 1), plan.shared_bytes, x.device.index)
+    launch = kernel_launch(f"many_rows{result}", plan.name + result, 128 * plan.groups + 128, *place, plan.macro)
     launch(params, *maps)
 
 
@@ -313,9 +312,18 @@ def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 @cache
-def kernel_launch(source: str, name: str, threads: int, grid: tuple[int, int, int], shared: int, device: int) -> Launch:
-    """A kernel of `source` (the name of a file in ``cuda/``), ready to be launched on a CUDA device."""
-    kernel = load_kernel(_SOURCES / f"{source}.cu", name, threads, shared > 0, device)
+def kernel_launch(
+    source: str,
+    name: str,
+    threads: int,
+    grid: tuple[int, int, int],
+    shared: int,
+    device: int,
+    macro: str | None = None,
+) -> Launch:
+    """A kernel of `source` (the name of a file in ``cuda/``), ready to be launched on a CUDA device; `macro` defines it
+    where the source has many."""
+    kernel = load_kernel(_SOURCES / f"{source}.cu", name, threads, shared > 0, device, macro)
     return Launch(
         kernel, grid, shared, overlap=source != "dequantize" and dependent_launch(torch.device("cuda", device))
     )

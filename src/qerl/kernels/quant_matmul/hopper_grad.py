@@ -34,8 +34,8 @@ def run_input_grad(plan: InputGradPlan, dy: torch.Tensor, weight: GroupWeight, d
     shape, sms = (dy.shape[0], weight.out_features, weight.in_features), multiprocessor_count(index)
     params = hopper.product_params(dy, weight, None, dx)
     params.slices = plan.waves(*shape, sms)
-    grid, threads = (plan.grid(*shape, sms), 1, 1), 128 * plan.groups + 128
-    launch = hopper.kernel_launch("input_grad", plan.name, threads, grid, plan.shared_bytes, index)
+    place = (plan.grid(*shape, sms), 1, 1), plan.shared_bytes, index
+    launch = hopper.kernel_launch("input_grad", plan.name, 128 * plan.groups + 128, *place, plan.macro)
     launch(params, bf16_map(dy.data_ptr(), *dy.shape, plan.tokens), *_weight_maps(weight, plan.groups))
 
 

@@ -60,6 +60,11 @@ class InputGradPlan:
         """Entry point in ``input_grad.cu``."""
         return f"input_grad_{self.tokens}_{self.groups}_{self.stages}"
 
+    @property
+    def macro(self) -> str:
+        """The call that defines the entry point."""
+        return f"KERNEL({self.tokens}, {self.groups}, {self.stages})"
+
     def tiles(self, m: int, k: int) -> int:
         """Tiles of dx."""
         return _ceil(k // WINDOW_COLUMNS, self.groups) * _ceil(m, self.tokens)

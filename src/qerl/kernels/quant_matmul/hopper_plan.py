@@ -95,6 +95,11 @@ class FewRowsPlan:
         return f"few_rows_{self.warps}_2{'_pair' if self.pair else ''}"
 
     @property
+    def macro(self) -> str:
+        """The call that defines the entry point."""
+        return f"{'PAIRED_' if self.pair else ''}KERNEL({self.warps}, 2)"
+
+    @property
     def step(self) -> int:
         """Channels that stay in one block: a tile, or with SiLU one of gate and one of up."""
         return 2 * TILE_ROWS if self.silu else TILE_ROWS
@@ -174,6 +179,11 @@ class ManyRowsPlan:
     def name(self) -> str:
         """Entry point in ``many_rows.cu``; with ``_wide`` or ``_silu`` at its end, in the file of that name."""
         return f"many_rows_{self.tokens}_{self.groups}_{self.unit}_{self.stages}"
+
+    @property
+    def macro(self) -> str:
+        """The call that defines the entry point."""
+        return f"KERNEL({self.tokens}, {self.groups}, {self.unit}, {self.stages})"
 
     def tiles(self, m: int, n: int) -> int:
         """Tiles of the output."""

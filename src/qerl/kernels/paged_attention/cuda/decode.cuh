@@ -211,7 +211,7 @@ __device__ __forceinline__ void decode(const Params& p, const Rotation& rotation
         decode<D, FP8, C, W, true>(p, r);                                                                \
     }
 // Head size, blocks of a cluster, warps of a block: blocks that have a multiprocessor to themselves are large.
-#define KERNELS(KERNEL, PREFIX, FP8, D) \
+#define DECODE_KERNELS(KERNEL, PREFIX, FP8, D) \
     KERNEL(PREFIX, FP8, D, 1, 4)        \
     KERNEL(PREFIX, FP8, D, 1, 8)        \
     KERNEL(PREFIX, FP8, D, 2, 8)        \

@@ -2,5 +2,7 @@
 // rotary_decode_<head size>_<blocks of a cluster>_<warps of one>.
 #include "decode.cuh"
 
-KERNELS(ROTARY_KERNEL, rotary_decode, false, 64)
-KERNELS(ROTARY_KERNEL, rotary_decode, false, 128)
+#ifndef KERNELS  // the host may ask for one
+#define KERNELS DECODE_KERNELS(ROTARY_KERNEL, rotary_decode, false, 64) DECODE_KERNELS(ROTARY_KERNEL, rotary_decode, false, 128)
+#endif
+KERNELS

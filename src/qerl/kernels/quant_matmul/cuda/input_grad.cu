@@ -7,8 +7,7 @@
         const __grid_constant__ TensorMap codes_map, const __grid_constant__ TensorMap scales_map) { \
         input_grad<T, G, S>(p, &dy_map, &codes_map, &scales_map);                                    \
     }
-KERNEL(64, 2, 12)
-KERNEL(64, 3, 10)
-KERNEL(128, 2, 8)
-KERNEL(128, 3, 8)
-KERNEL(256, 2, 5)
+#ifndef KERNELS  // the host may ask for one
+#define KERNELS KERNEL(64, 2, 12) KERNEL(64, 3, 10) KERNEL(128, 2, 8) KERNEL(128, 3, 8) KERNEL(256, 2, 5)
+#endif
+KERNELS
