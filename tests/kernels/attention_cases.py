@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from kernel_cases import rms_ratio
 
 
 @dataclass
@@ -18,6 +19,11 @@ class PagedCase:
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         return self.q, self.k_cache, self.v_cache, self.block_table, self.context_lens
+
+    def worst_ratio(self, out: torch.Tensor) -> float:
+        """RMS error over RMS of the worst sequence: long ones have small results that short ones would hide."""
+        full = (self.context_lens > 0).nonzero()[:, 0].tolist()
+        return max((rms_ratio(out[index], self.expected[index]) for index in full), default=0.0)
 
 
 def make_case(

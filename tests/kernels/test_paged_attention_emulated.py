@@ -72,7 +72,7 @@ def test_emulated_against_fp64(
 ) -> None:
     case = make_case(lengths, *geometry, torch.bfloat16, "cpu", cache_dtype)
     out = _emulate(emulator, case, shape)
-    assert rms_ratio(out, case.expected) < 4e-3
+    assert case.worst_ratio(out) < 4e-3
     assert (out[case.context_lens == 0] == 0).all()
     assert torch.equal(out, _emulate(emulator, case, shape, eager=True))
 

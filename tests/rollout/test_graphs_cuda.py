@@ -42,7 +42,7 @@ def engine_of(model, **limits: object) -> RolloutEngine:  # type: ignore[no-unty
 
 @torch.no_grad()
 def distributions(model, prompt: list[int], tokens: list[int], temperature: float) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    """Log-probs [tokens, V] from which ``tokens`` were to be drawn behind ``prompt``, by the forward of transformers."""
+    """Log-probs [tokens, V] from which ``tokens`` were to be drawn behind ``prompt``: the forward of transformers."""
     logits = model(torch.tensor([prompt + tokens], device="cuda")).logits[0, len(prompt) - 1 : -1].float().cpu()
     return (logits / temperature).log_softmax(-1)
 
