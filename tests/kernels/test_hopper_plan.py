@@ -169,7 +169,7 @@ def test_a_missing_library_means_the_other_kernels(
 ) -> None:
     """cuda.bindings raises a RuntimeError of its own where NVRTC cannot be loaded."""
 
-    def missing(source: Path, index: int) -> object:
+    def missing(source: Path, index: int, macro: str) -> object:
         raise RuntimeError("libnvrtc.so was not found")
 
     monkeypatch.setattr(hopper, "load_module", missing)

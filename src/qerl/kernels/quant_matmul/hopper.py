@@ -126,8 +126,8 @@ def matmul_into(
     u: torch.Tensor | None = None,
     u_is_made: bool = False,
 ) -> None:
-    """``x`` bf16 [M, K] contiguous, 1 <= M <= 2048, into `y` bf16 or fp32 [M, N] and, with LoRA, `u` bf16 [M, R] (both
-    contiguous and mutated, `u` unless it `u_is_made` already); weights in tiles."""
+    """``x`` bf16 [M, K] contiguous, 1 <= M <= `MANY_ROWS`, into `y` bf16 or fp32 [M, N] and, with LoRA, `u` bf16 [M, R]
+    (both contiguous and mutated, `u` unless it `u_is_made` already); weights in tiles."""
     shape = _plan_shape(x, weight)
     plan = few_rows_plan(*shape) if x.shape[0] <= FEW_ROWS else None
     run(plan or many_rows_plan(*shape), x, weight, bias, lora, y, u, u_is_made)

@@ -16,11 +16,8 @@ SHARED_BYTES = 227 * 1024
 X_CHUNKS = 8
 # Up to so many rows of x: mma.sync, with all of x in shared memory. Above: wgmma, with x streamed.
 FEW_ROWS = 8
-# Rows of one launch.
-MANY_ROWS = 2048
-# Without LoRA: rows up to which launches of `MANY_ROWS` beat dequantizing once and cuBLAS (by 6 % at 4,096 on an H200;
-# at 8,192 they are level or 2 % behind).
-PACKED_ROWS = 4096
+# Rows of one launch. Above, without LoRA, weights are dequantized once and multiplied by cuBLAS.
+MANY_ROWS = 8192
 # Counters of the workspace that sums of parts may use, and those of LoRA's u = x A^T inside a product.
 COUNTERS = (1 << 18) - (1 << 11)
 LORA_COUNTERS = 1 << 11

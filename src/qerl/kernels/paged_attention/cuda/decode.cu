@@ -2,6 +2,8 @@
 #include "decode.cuh"
 
 #ifndef KERNELS  // the host may ask for one
-#define KERNELS DECODE_KERNELS(KERNEL, decode, false, 64) DECODE_KERNELS(KERNEL, decode, false, 128)
+#define KERNELS                               \
+    DECODE_KERNELS(KERNEL, decode, false, 64) \
+    DECODE_KERNELS(KERNEL, decode, false, 128)
 #endif
 KERNELS

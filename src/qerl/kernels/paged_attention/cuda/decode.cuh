@@ -212,8 +212,8 @@ __device__ __forceinline__ void decode(const Params& p, const Rotation& rotation
     }
 // Head size, blocks of a cluster, warps of a block: blocks that have a multiprocessor to themselves are large.
 #define DECODE_KERNELS(KERNEL, PREFIX, FP8, D) \
-    KERNEL(PREFIX, FP8, D, 1, 4)        \
-    KERNEL(PREFIX, FP8, D, 1, 8)        \
-    KERNEL(PREFIX, FP8, D, 2, 8)        \
-    KERNEL(PREFIX, FP8, D, 4, 8)        \
+    KERNEL(PREFIX, FP8, D, 1, 4)               \
+    KERNEL(PREFIX, FP8, D, 1, 8)               \
+    KERNEL(PREFIX, FP8, D, 2, 8)               \
+    KERNEL(PREFIX, FP8, D, 4, 8)               \
     KERNEL(PREFIX, FP8, D, 8, 8)

@@ -2,6 +2,8 @@
 #include "decode.cuh"
 
 #ifndef KERNELS  // the host may ask for one
-#define KERNELS DECODE_KERNELS(KERNEL, decode_fp8, true, 64) DECODE_KERNELS(KERNEL, decode_fp8, true, 128)
+#define KERNELS                                  \
+    DECODE_KERNELS(KERNEL, decode_fp8, true, 64) \
+    DECODE_KERNELS(KERNEL, decode_fp8, true, 128)
 #endif
 KERNELS

@@ -3,6 +3,8 @@
 #include "decode.cuh"
 
 #ifndef KERNELS  // the host may ask for one
-#define KERNELS DECODE_KERNELS(ROTARY_KERNEL, rotary_decode, false, 64) DECODE_KERNELS(ROTARY_KERNEL, rotary_decode, false, 128)
+#define KERNELS                                             \
+    DECODE_KERNELS(ROTARY_KERNEL, rotary_decode, false, 64) \
+    DECODE_KERNELS(ROTARY_KERNEL, rotary_decode, false, 128)
 #endif
 KERNELS
