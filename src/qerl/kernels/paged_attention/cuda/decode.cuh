@@ -159,15 +159,14 @@ __device__ __forceinline__ void decode(const Params& p, const Rotation& rotation
     const uint16_t* const q = p.q + sequence * p.q_stride;
     load_query<DIM, FP8>(q + kv_head * p.group * DIM, p.group, lane, query);
     NewToken<DIM, FP8> token;
-    int newest = -1;  // the step that has it, if it is this warp's (which it never is where length is 0)
+    // The step that has it, if it is this warp's (which it never is where length is 0), and its block.
+    int newest = -1, newest_block = 0;
     if constexpr (ROTATE) {
         const float* angles = rotation.rope + (long long)max(length - 1, 0) * DIM;
         if (step_of(mine - 1) == (length - 1) / TOKENS) {
-            newest = mine - 1;
-            const long long place = place_of(newest, block_of(newest), (length - 1) % TOKENS);
+            newest = mine - 1, newest_block = block_of(newest);
             const uint16_t* const key = q + (p.kv_heads * p.group + kv_head) * DIM;
             token.load(key, key + p.kv_heads * DIM, rotation, angles, lane);
-            token.store((unsigned char*)p.k + place, (unsigned char*)p.v + place, lane);
         }
         rotate_query<DIM, FP8>(query, rotation, angles, p.group, lane);
     }
@@ -184,6 +183,9 @@ __device__ __forceinline__ void decode(const Params& p, const Rotation& rotation
             unsigned char* row = shared + warp * L::RING + i % STAGES * L::STAGE + (length - 1) % TOKENS * L::PITCH;
             token.store(row, row + L::TILE, lane);
             __syncwarp();
+            // Not before: no load may be moved above a store, and the queries' angles would wait for the token's.
+            const long long place = place_of(newest, newest_block, (length - 1) % TOKENS);
+            token.store((unsigned char*)p.k + place, (unsigned char*)p.v + place, lane);
         }
         const uint32_t stage = ring + i % STAGES * L::STAGE;
         float s[2][4], correction[2];

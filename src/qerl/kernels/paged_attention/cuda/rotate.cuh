@@ -17,33 +17,34 @@ __device__ __forceinline__ float2 columns_of(uint32_t pair) {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000));
 }
 
-// What a lane needs for columns c, c + 1 and their partners c + DIM / 2, c + 1 + DIM / 2: loaded once for several rows.
+// Of columns c and c + 1, whose partners are c + DIM / 2 and c + 1 + DIM / 2.
 template <int DIM>
-struct Columns {
-    float2 cosine, sine, first_weight, second_weight;
+struct Angles {
+    float2 cosine, sine;
 
-    __device__ __forceinline__ Columns(const Rotation& r, const void* norm, const float* angles, int c)
-        : cosine(*(const float2*)(angles + c)), sine(*(const float2*)(angles + DIM / 2 + c)) {
-        if (norm) first_weight = weights_at(r, norm, c), second_weight = weights_at(r, norm, DIM / 2 + c);
+    __device__ __forceinline__ void load(const float* angles, int c) {
+        cosine = *(const float2*)(angles + c), sine = *(const float2*)(angles + DIM / 2 + c);
     }
-    static __device__ __forceinline__ float2 weights_at(const Rotation& r, const void* norm, int c) {
-        if (r.wide_norms) return *(const float2*)((const float*)norm + c);
-        return columns_of(*(const uint32_t*)((const uint16_t*)norm + c));
-    }
-    // In place; `inverse` of the root of the mean square, used where there is a norm.
-    __device__ __forceinline__ void turn(uint32_t& first, uint32_t& second, bool has_norm, float inverse) const {
-        if (has_norm) first = scaled(first, first_weight, inverse), second = scaled(second, second_weight, inverse);
+    __device__ __forceinline__ void turn(uint32_t& first, uint32_t& second) const {
         const float2 a = columns_of(first), b = columns_of(second);
         first = pack<false>(__fsub_rn(__fmul_rn(a.x, cosine.x), __fmul_rn(b.x, sine.x)),
                             __fsub_rn(__fmul_rn(a.y, cosine.y), __fmul_rn(b.y, sine.y)));
         second = pack<false>(__fadd_rn(__fmul_rn(b.x, cosine.x), __fmul_rn(a.x, sine.x)),
                              __fadd_rn(__fmul_rn(b.y, cosine.y), __fmul_rn(a.y, sine.y)));
     }
-    static __device__ __forceinline__ uint32_t scaled(uint32_t pair, float2 weight, float inverse) {
-        const float2 x = columns_of(pair);
-        return pack<false>(__fmul_rn(weight.x, __fmul_rn(x.x, inverse)), __fmul_rn(weight.y, __fmul_rn(x.y, inverse)));
-    }
 };
+
+// Columns c and c + 1 of a norm's weights.
+__device__ __forceinline__ float2 weights_at(const Rotation& r, const void* norm, int c) {
+    if (r.wide_norms) return *(const float2*)((const float*)norm + c);
+    return columns_of(*(const uint32_t*)((const uint16_t*)norm + c));
+}
+
+// Two columns of a head, normalized; `inverse` of the root of its mean square.
+__device__ __forceinline__ uint32_t normalized(uint32_t pair, float2 weight, float inverse) {
+    const float2 x = columns_of(pair);
+    return pack<false>(__fmul_rn(weight.x, __fmul_rn(x.x, inverse)), __fmul_rn(weight.y, __fmul_rn(x.y, inverse)));
+}
 
 __device__ __forceinline__ float squares(uint32_t first, uint32_t second) {
     const float2 a = columns_of(first), b = columns_of(second);
@@ -59,34 +60,47 @@ __device__ __forceinline__ float inverse_root(float sum, float eps) {
     return divide(1.0f, __fsqrt_rn(__fadd_rn(divide(sum, DIM), eps)));
 }
 
-// The fragments of q before their scaling, in place. A column and its partner are the same lane's, DIM / 32 apart.
+template <int DIM, int STEP>
+__device__ __forceinline__ void normalize_query(uint32_t (&query)[DIM / 16][4], const Rotation& r, int c) {
+    constexpr int HALF = DIM / 32;
+    float2 weights[DIM / 16][2];
+#pragma unroll
+    for (int kk = 0; kk < DIM / 16; kk++)
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) weights[kk][pair] = weights_at(r, r.q_norm, c + kk * 16 + STEP * pair);
+#pragma unroll
+    for (int row = 0; row < 2; row++) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int kk = 0; kk < HALF; kk++)
+#pragma unroll
+            for (int i = row; i < 4; i += 2) sum = __fadd_rn(sum, squares(query[kk][i], query[kk + HALF][i]));
+        const float inverse = inverse_root<DIM, 4>(sum, r.eps);
+#pragma unroll
+        for (int kk = 0; kk < DIM / 16; kk++)
+#pragma unroll
+            for (int i = row; i < 4; i += 2) query[kk][i] = normalized(query[kk][i], weights[kk][i >> 1], inverse);
+    }
+}
+
+// The fragments of q before their scaling, in place. A column and its partner are the same lane's, DIM / 32 apart. What
+// is loaded is loaded at once: one load after another would wait as long as the keys take to come.
 template <int DIM, bool FP8>
 __device__ __forceinline__ void rotate_query(uint32_t (&query)[DIM / 16][4], const Rotation& r, const float* angles,
                                              int group, int lane) {
     constexpr int HALF = DIM / 32, STEP = FP8 ? 2 : 8;
-    float inverse[2] = {};
-    if (r.q_norm)
-#pragma unroll
-        for (int row = 0; row < 2; row++) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int kk = 0; kk < HALF; kk++)
-#pragma unroll
-                for (int i = row; i < 4; i += 2) sum = __fadd_rn(sum, squares(query[kk][i], query[kk + HALF][i]));
-            inverse[row] = inverse_root<DIM, 4>(sum, r.eps);
-        }
+    const int c = (FP8 ? 4 : 2) * (lane & 3);
+    Angles<DIM> at[HALF][2];
 #pragma unroll
     for (int kk = 0; kk < HALF; kk++)
 #pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-            const int c = (FP8 ? 4 : 2) * (lane & 3) + kk * 16 + STEP * pair;
-            const Columns<DIM> columns(r, r.q_norm, angles, c);
+        for (int pair = 0; pair < 2; pair++) at[kk][pair].load(angles, c + kk * 16 + STEP * pair);
+    if (r.q_norm) normalize_query<DIM, STEP>(query, r, c);
 #pragma unroll
-            for (int row = 0; row < 2; row++) {
-                const int i = 2 * pair + row;
-                if (8 * row < group) columns.turn(query[kk][i], query[kk + HALF][i], r.q_norm, inverse[row]);
-            }
-        }
+    for (int kk = 0; kk < HALF; kk++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (8 * (i & 1) < group) at[kk][i >> 1].turn(query[kk][i], query[kk + HALF][i]);
 }
 
 // Keys and values of a token as its row of a cache has them: of each, columns 2 lane, 2 lane + 1 and their partners.
@@ -103,10 +117,15 @@ struct NewToken {
             key[half] = *(const uint32_t*)(k + half * DIM / 2 + 2 * pair);
             value[half] = *(const uint32_t*)(v + half * DIM / 2 + 2 * pair);
         }
-        const Columns<DIM> columns(r, r.k_norm, angles, 2 * pair);
-        float inverse = 0.0f;
-        if (r.k_norm) inverse = inverse_root<DIM, DIM / 4>(squares(key[0], key[1]), r.eps);
-        columns.turn(key[0], key[1], r.k_norm, inverse);
+        Angles<DIM> at;
+        at.load(angles, 2 * pair);
+        if (r.k_norm) {
+            const float inverse = inverse_root<DIM, DIM / 4>(squares(key[0], key[1]), r.eps);
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                key[half] = normalized(key[half], weights_at(r, r.k_norm, half * DIM / 2 + 2 * pair), inverse);
+        }
+        at.turn(key[0], key[1]);
         if constexpr (FP8)
 #pragma unroll
             for (int half = 0; half < 2; half++) key[half] = narrow(key[half]), value[half] = narrow(value[half]);
