@@ -38,6 +38,24 @@ def start_after_predecessor(PDL: tl.constexpr):
 
 
 @triton.jit
+def let_successor_start(PDL: tl.constexpr):
+    """The first half of `start_after_predecessor`: constants may be loaded between the two.
+
+    What counts as constant is written by no kernel that is launched this way, and before an ordinary launch: nothing
+    after that launch starts before the write is complete.
+    """
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_predecessor(PDL: tl.constexpr):
+    """The second half of `start_after_predecessor`."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
 def arrive_last(counter, expected):
     """Whether this program is the last of `expected` to arrive at `counter`, which it then sets back to 0.
 

@@ -8,7 +8,7 @@ With h = x * r, r = rsqrt(mean(x^2) + eps), w = weight + noise and y = w h:
 import triton
 import triton.language as tl
 
-from qerl.kernels.triton import round_to, start_after_predecessor
+from qerl.kernels.triton import let_successor_start, round_to, wait_for_predecessor
 
 
 @triton.jit
@@ -17,19 +17,22 @@ def rms_norm_forward_kernel(
     HAS_RESIDUAL: tl.constexpr, HAS_NOISE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [T, H] and rstd fp32 [T] of x, or of x + residual rounded to the dtype of new_residual (and written to it)."""
-    start_after_predecessor(PDL)
+    let_successor_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < H
+    # Weights stream through the cache between two norms, so that these come from memory: while the kernel before ends.
+    # Weights and noise are set by torch's kernels, and the embedding is looked up by another before the first norm.
+    scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    if HAS_NOISE:
+        scale += tl.load(noise + column, mask=mask, other=0.0)
+    wait_for_predecessor(PDL)
     value = tl.load(x + row * H + column, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         value += tl.load(residual + row * H + column, mask=mask, other=0.0).to(tl.float32)
         rounded = round_to(value, new_residual.dtype.element_ty)
         tl.store(new_residual + row * H + column, rounded, mask=mask)
         value = rounded.to(tl.float32)
-    scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    if HAS_NOISE:
-        scale += tl.load(noise + column, mask=mask, other=0.0)
     inverse = 1.0 / tl.sqrt_rn(tl.sum(value * value, 0) / H + eps)
     tl.store(rstd + row, inverse)
     tl.store(y + row * H + column, round_to(scale * (value * inverse), y.dtype.element_ty), mask=mask)
