@@ -206,8 +206,7 @@ class CountingRunner:
     dtype, device, max_position = torch.float32, torch.device("cpu"), 4096
 
     def forward(self, batch, kv):  # type: ignore[no-untyped-def]
-        at = batch.logits_index
-        wanted = (batch.token_ids[at] * 5 + batch.positions[at] * 3 + 1) % self.vocab_size
+        wanted = batch.wanted(batch.token_ids * 5 + batch.positions * 3 + 1) % self.vocab_size
         return torch.nn.functional.one_hot(wanted, self.vocab_size).float() * 4
 
     def capture_key(self) -> int:
