@@ -4,8 +4,8 @@ Weights are floor(2^b exp(z - max z)) with b = 62 - ceil(log2 V). Integer sums d
 draw is the same however the vocabulary is split over programs (the exponential alone differs between devices, in its
 last bits). The uniform is an integer hash of the sample's key and the token's position.
 
-On CUDA a call is three launches, greedy or not, at every batch size, and allocates two numbers a chunk: logits are read
-twice and nothing of the size of the vocabulary is written.
+On CUDA a call is three launches, greedy or not, at every batch size, wherever the results go, and allocates two numbers
+a chunk: logits are read twice and nothing of the size of the vocabulary is written.
 """
 
 import math

@@ -101,7 +101,8 @@ def chunk_sum_kernel(
     tl.store(chunk_sum + row * chunks + chunk, tl.sum(weights, 0))
 
 
-@triton.jit
+# Rows of a step's buffers start anywhere. Scalars gain nothing by alignment, which would only ask for one more kernel.
+@triton.jit(do_not_specialize_on_alignment=["positions", "token_ids", "results"])
 def pick_kernel(
     logits, keys, positions, rows, chunk_max, chunk_sum, token_ids, logprobs, results,
     V, chunks, temperature, weight_scale, inverse_scale, results_stride,
