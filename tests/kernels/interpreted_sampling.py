@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from sampling_cases import make_samples
+from sampling_cases import check_results, make_results, make_samples
 
 from qerl.kernels.sampling import launch, reference
 from qerl.kernels.sampling import triton as kernels
@@ -33,6 +33,20 @@ def test_draws_are_those_of_the_reference(
     expected_ids, expected = reference.sample_rows(logits, keys, positions, temperature, index)
     assert torch.equal(token_ids, expected_ids)
     torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "cold"])
+@pytest.mark.parametrize("samples, start", [(1, 0), (5, 0), (5, 3)])
+@pytest.mark.parametrize("vocab_size", [1, 130])
+def test_draws_go_where_they_are_wanted(vocab_size: int, samples: int, start: int, temperature: float) -> None:
+    logits, keys, positions, _ = make_samples(samples, vocab_size, samples)
+    if samples > 1:
+        logits[1] = math.nan
+    expected = launch.sample_rows(logits, keys, positions, temperature, None, 64)
+    token_ids, results = make_results(16)
+    part = slice(start, start + samples)
+    launch.sample_rows_into(logits, keys, positions, temperature, token_ids[part], results[:, part], 64)
+    check_results(token_ids, results, *expected, start)
 
 
 def test_one_sample_a_row_without_an_index() -> None:

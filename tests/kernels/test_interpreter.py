@@ -18,7 +18,7 @@ _HERE = Path(__file__).parent
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_in_the_triton_interpreter() -> None:
     files = sorted(map(str, _HERE.glob("interpreted_*.py")))
-    assert len(files) == 7
+    assert len(files) == 8
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)

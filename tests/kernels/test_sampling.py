@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from sampling_cases import make_samples
+from sampling_cases import check_results, make_results, make_samples
 
-from qerl.kernels.sampling import reference, sample_rows
+from qerl.kernels.sampling import reference, sample_rows, sample_rows_into
 
 
 def test_misuse_is_named() -> None:
@@ -19,6 +19,17 @@ def test_misuse_is_named() -> None:
         sample_rows(logits, keys, positions.int(), 1.0)
     with pytest.raises(ValueError, match="got -1"):
         sample_rows(logits, keys, positions, -1.0)
+    token_ids, results = make_results(3)
+    with pytest.raises(ValueError, match="got -1"):
+        sample_rows_into(logits, keys, positions, -1.0, token_ids, results)
+    with pytest.raises(ValueError, match=r"token_ids must be torch.int64 \[3\]"):
+        sample_rows_into(logits, keys, positions, 1.0, token_ids[:2], results)
+    with pytest.raises(ValueError, match=r"results must be torch.float64 \[3, 3\]"):
+        sample_rows_into(logits, keys, positions, 1.0, token_ids, results.float())
+    with pytest.raises(ValueError, match=r"contiguous rows.*strides \(1, 3\)"):
+        sample_rows_into(logits, keys, positions, 1.0, token_ids, results.T)
+    with pytest.raises(ValueError, match="logits are on cpu, results on meta"):
+        sample_rows_into(logits, keys, positions, 1.0, token_ids, results.to("meta"))
 
 
 def test_op_is_well_formed() -> None:
@@ -27,6 +38,23 @@ def test_op_is_well_formed() -> None:
     for temperature in (0.0, 1.0):
         arguments = (logits, keys, positions, temperature, rows)
         torch.library.opcheck(torch.ops.qerl.sample_rows, arguments, test_utils=checks)
+        token_ids, results = make_results(16)
+        arguments = (logits, keys[:3], positions[:3], temperature, token_ids[5:8], results[:, 5:8])
+        torch.library.opcheck(torch.ops.qerl.sample_rows_into, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("samples, start", [(1, 0), (16, 0), (5, 3)])
+def test_draws_go_where_they_are_wanted(samples: int, start: int, device: str, temperature: float) -> None:
+    logits, keys, positions, _ = (tensor.to(device) for tensor in make_samples(samples, 3000, samples))
+    if samples > 1:
+        logits[1] = math.nan
+    expected = sample_rows(logits, keys, positions, temperature)
+    token_ids, results = make_results(16, device)
+    part = slice(start, start + samples)
+    sample_rows_into(logits, keys, positions, temperature, token_ids[part], results[:, part])
+    check_results(token_ids, results, *expected, start)
 
 
 @pytest.mark.gpu

@@ -54,10 +54,10 @@ class HashRunner:
         self._check(batch, kv.block_size)
         kv.write(0, batch.token_ids[:, None, None], batch.positions[:, None, None], batch.slot_mapping)
         lens = batch.cu_seqlens_q.diff().long()
-        sequence = torch.repeat_interleave(torch.arange(len(lens)), lens)[batch.logits_index]
+        sequence = batch.wanted(torch.repeat_interleave(torch.arange(len(lens)), lens))
         tokens = kv.k[0, batch.block_table[sequence].long()].flatten(1).long()
         positions = kv.v[0, batch.block_table[sequence].long()].flatten(1).long()
-        seen = torch.arange(tokens.shape[1]) <= batch.positions[batch.logits_index][:, None]
+        seen = torch.arange(tokens.shape[1]) <= batch.wanted(batch.positions)[:, None]
         assert torch.equal(positions[seen], torch.arange(tokens.shape[1]).expand_as(seen)[seen])
         total = (token_hash(tokens, positions) * seen).sum(-1)
         logits = history_logits(total)
@@ -91,8 +91,9 @@ class HashRunner:
             reads = ((batch.block_table[:, None] == written[:, None]) & held[:, None]).any(-1)  # [reader, writer]
             assert not (reads & (written > 0)).fill_diagonal_(False).any()
             self.independent_forwards += 1
-        for name in ("token_ids", "positions", "slot_mapping", "logits_index"):
+        for name in ("token_ids", "positions", "slot_mapping"):
             assert getattr(batch, name).dtype == torch.int64
+        assert batch.logits_index is None or batch.logits_index.dtype == torch.int64
         for name in ("cu_seqlens_q", "context_lens", "block_table"):
             assert getattr(batch, name).dtype == torch.int32
         if self.engine is not None:

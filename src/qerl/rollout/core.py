@@ -158,7 +158,7 @@ class ForwardBatch:
 
     Shapes: token_ids, positions, slot_mapping int64 [T]; cu_seqlens_q int32 [S + 1]; context_lens int32 [S]
     (KV length after this step); block_table int32 [S, max_blocks], padded with block 0, which no sequence
-    owns; logits_index int64 [R], rows of T whose logits are wanted (R may be 0).
+    owns; logits_index int64 [R], rows of T whose logits are wanted (R may be 0; None: every row, in order).
 
     ``segments`` splits the sequences for attention. Empty means "not planned": attention then takes the
     whole batch as one segment, which is always right.
@@ -175,9 +175,13 @@ class ForwardBatch:
     block_table: torch.Tensor
     max_q_len: int
     max_context_len: int
-    logits_index: torch.Tensor
+    logits_index: torch.Tensor | None
     segments: tuple[Segment, ...] = field(default=())
     independent_rows: bool = False
+
+    def wanted(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of ``rows`` [T, ...] those whose logits are wanted, [R, ...]; ``rows`` itself where that is every one."""
+        return rows if self.logits_index is None else rows.index_select(0, self.logits_index)
 
 
 class Runner(Protocol):
@@ -192,7 +196,7 @@ class Runner(Protocol):
     max_position: int
 
     def forward(self, batch: ForwardBatch, kv: "KVCache") -> torch.Tensor:
-        """Write the new K/V into ``kv`` and return logits, float32 [R, vocab], for ``batch.logits_index``."""
+        """Write the new K/V into ``kv`` and return logits, float32 [R, vocab], for the rows that ``batch`` wants."""
         ...
 
     def capture_key(self) -> Hashable:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qerl.rollout import decode_step as fields
+from qerl.kernels.decode_rows import fields
 from qerl.rollout.decoder import Decoder, DrawOrder, can_admit, check_finite
 from qerl.rollout.drawn import DrawnTokens
 from qerl.rollout.kv_cache import NULL_BLOCK, KVCache

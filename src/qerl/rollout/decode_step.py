@@ -14,16 +14,10 @@ of one token: always finite, never read by others.
 import numpy as np
 import torch
 
+from qerl.kernels.decode_rows import fields, prepare_rows
 from qerl.rollout.core import ForwardBatch, Runner, SamplingParams, Segment
 from qerl.rollout.kv_cache import NULL_BLOCK, KVCache
-from qerl.rollout.sampler import sample
-
-# Rows of the matrix that the host sends: the inputs of a step, then new cells of the block table.
-SOURCE, TOKEN, POSITION, SLOT, KEY_LOW, KEY_HIGH, TABLE_ROW = range(7)
-CELL_INDEX, CELL_BLOCK = 7, 8
-_NUM_FIELDS = 9
-# Rows of what comes back.
-TOKEN_ID, LOGPROB, TEMPERATURE_LOGPROB = range(3)
+from qerl.rollout.sampler import sample_into
 
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _BUCKET_STEP = 64
@@ -49,11 +43,16 @@ class DecodeBuffers:
         seats: samples that run at once; a sample and its drafts have several rows, but one block table.
 
     Attributes:
-        inputs: int64 [9, capacity], the fields above.
+        inputs: int64 [9, capacity], the rows of :mod:`qerl.kernels.decode_rows.fields`.
         padding: int64 [7, 1], the input fields of a padding row (of the host).
         table: int32 [seats + 1, table_width], block tables by slot; the last row is the null row of padding.
         tokens: int64 [capacity], what the last step sampled.
         results: float64 [3, capacity], token ids and both log-probs of the last step (float64 holds both exactly).
+        fed: int64 [capacity], tokens that the step feeds; this and what follows is filled by :func:`forward_rows`.
+        context_lens: int32 [capacity].
+        block_table: int32 [capacity, table_width], block tables by row of the batch.
+        keys: int64 [capacity, 2], random keys.
+        draw_positions: int64 [capacity], where the tokens to draw will stand.
     """
 
     def __init__(self, max_rows: int, table_width: int, device: torch.device, depth: int, seats: int) -> None:
@@ -61,18 +60,26 @@ class DecodeBuffers:
         self.max_rows = max_rows
         self.padding = np.array((-1, 0, 0, NULL_BLOCK, 0, 0, seats), dtype=np.int64)[:, None]
         self.device = device
-        self.inputs = torch.zeros(_NUM_FIELDS, capacity, dtype=torch.int64, device=device)
+        self.inputs = torch.zeros(fields.NUM_FIELDS, capacity, dtype=torch.int64, device=device)
         self.table = torch.full((seats + 1, table_width), NULL_BLOCK, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(capacity, dtype=torch.int64, device=device)
-        self.results = torch.zeros(3, capacity, dtype=torch.float64, device=device)
-        self.rows = torch.arange(capacity, dtype=torch.int64, device=device)
+        self.results = torch.zeros(fields.NUM_RESULTS, capacity, dtype=torch.float64, device=device)
+        self.fed = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.context_lens = torch.zeros(capacity, dtype=torch.int32, device=device)
+        self.block_table = torch.full((capacity, table_width), NULL_BLOCK, dtype=torch.int32, device=device)
+        self.keys = torch.zeros(capacity, 2, dtype=torch.int64, device=device)
+        self.draw_positions = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.bounds = torch.arange(capacity + 1, dtype=torch.int32, device=device)
         self._logits: torch.Tensor | None = None
         pinned = device.type == "cuda"
-        self._staging = [torch.zeros(_NUM_FIELDS, capacity, dtype=torch.int64, pin_memory=pinned) for _ in range(depth)]
+        self._staging = [
+            torch.zeros(fields.NUM_FIELDS, capacity, dtype=torch.int64, pin_memory=pinned) for _ in range(depth)
+        ]
         self._staging_arrays = [tensor.numpy() for tensor in self._staging]
         self._table_staging = torch.zeros(self.table.shape, dtype=torch.int32, pin_memory=pinned)
-        self._returned = [torch.zeros(3, capacity, dtype=torch.float64, pin_memory=pinned) for _ in range(depth)]
+        self._returned = [
+            torch.zeros(fields.NUM_RESULTS, capacity, dtype=torch.float64, pin_memory=pinned) for _ in range(depth)
+        ]
         self._returned_arrays = [tensor.numpy() for tensor in self._returned]
         # Recorded when the copies of a turn are done; the last one belongs to the table.
         self._events = [torch.cuda.Event() for _ in range(depth + 1)] if pinned else []
@@ -107,7 +114,7 @@ class DecodeBuffers:
         """Send the matrix of ``turn`` and set ``num_cells`` cells of the block tables from its last two fields."""
         self.inputs.copy_(self._staging[turn % self.depth], non_blocking=True)
         if num_cells:
-            cells = self.inputs[CELL_INDEX:, :num_cells]
+            cells = self.inputs[fields.CELL_INDEX :, :num_cells]
             self.table.view(-1).index_copy_(0, cells[0], cells[1].int())
 
     def send_back(self, turn: int) -> None:
@@ -126,24 +133,25 @@ class DecodeBuffers:
 def forward_rows(
     runner: Runner, kv: KVCache, buffers: DecodeBuffers, size: int, max_context_len: int, drafts: bool
 ) -> torch.Tensor:
-    """Logits fp32 [size, V] of the first ``size`` rows of ``buffers`` (``kv`` is mutated). Nothing waits for the
-    device, nothing depends on values that the host holds.
+    """Logits fp32 [size, V] of the first ``size`` rows of ``buffers``, whose inputs of the step are made (``kv`` and
+    ``buffers`` are mutated). Nothing waits for the device, nothing depends on values that the host holds.
 
     ``max_context_len`` bounds the context of every row; it matters only where attention gathers the cache. ``drafts``:
     whether there are several rows of a sample.
     """
-    source, token, positions, slots, _, _, table_row = buffers.inputs[:CELL_INDEX, :size].unbind(0)
-    sampled_before = buffers.tokens.index_select(0, source.clamp_min(0))
+    inputs, context_lens, block_table = buffers.inputs, buffers.context_lens[:size], buffers.block_table[:size]
+    fed, keys, draw_positions = buffers.fed[:size], buffers.keys[:size], buffers.draw_positions[:size]
+    prepare_rows(inputs, buffers.tokens, buffers.table, fed, context_lens, block_table, keys, draw_positions)
     batch = ForwardBatch(
-        token_ids=torch.where(source < 0, token, sampled_before),
-        positions=positions,
-        slot_mapping=slots,
+        token_ids=fed,
+        positions=inputs[fields.POSITION, :size],
+        slot_mapping=inputs[fields.SLOT, :size],
         cu_seqlens_q=buffers.bounds[: size + 1],
-        context_lens=(positions + 1).int(),
-        block_table=buffers.table.index_select(0, table_row),
+        context_lens=context_lens,
+        block_table=block_table,
         max_q_len=1,
         max_context_len=max_context_len,
-        logits_index=buffers.rows[:size],
+        logits_index=None,
         segments=(Segment("decode", 0, size, 0, size, 1, max_context_len),),
         independent_rows=not drafts,
     )
@@ -151,11 +159,8 @@ def forward_rows(
 
 
 def draw_rows(buffers: DecodeBuffers, logits: torch.Tensor, sampling: SamplingParams, start: int) -> None:
-    """Draw for the rows of ``logits`` fp32 [R, V], which are the rows from ``start`` on; their tokens and results in
-    ``buffers`` are mutated."""
+    """Draw for the rows of ``logits`` fp32 [R, V], which are the rows from ``start`` on of what :func:`forward_rows`
+    last ran; their tokens and results in ``buffers`` are mutated."""
     rows = slice(start, start + logits.shape[0])
-    keys = torch.stack((buffers.inputs[KEY_LOW, rows], buffers.inputs[KEY_HIGH, rows]), dim=-1)
-    drawn = sample(logits, sampling, keys, buffers.inputs[POSITION, rows] + 1)
-    buffers.tokens[rows].copy_(drawn.token_ids)
-    for field, values in enumerate((drawn.token_ids, drawn.logprobs, drawn.temperature_logprobs)):
-        buffers.results[field, rows].copy_(values)
+    keys, positions = buffers.keys[rows], buffers.draw_positions[rows]
+    sample_into(logits, sampling, keys, positions, buffers.tokens[rows], buffers.results[:, rows])

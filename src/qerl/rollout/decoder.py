@@ -7,8 +7,9 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from qerl.kernels.decode_rows import fields
 from qerl.rollout.core import NonFiniteLogitsError, Runner, SamplingParams
-from qerl.rollout.decode_step import CELL_INDEX, TEMPERATURE_LOGPROB, DecodeBuffers, draw_rows, forward_rows
+from qerl.rollout.decode_step import DecodeBuffers, draw_rows, forward_rows
 from qerl.rollout.graphs import StepGraphs
 from qerl.rollout.kv_cache import KVCache
 from qerl.rollout.scheduler import Chunk, Scheduler
@@ -39,7 +40,7 @@ class Decoder:
     def staging(self, turn: int, rows: int, size: int) -> np.ndarray:
         """The host's matrix int64 [9, capacity] of a turn whose rows from ``rows`` to ``size`` are padding."""
         stage = self.buffers.staging(turn)
-        stage[:CELL_INDEX, rows:size] = self.buffers.padding
+        stage[: fields.CELL_INDEX, rows:size] = self.buffers.padding
         return stage
 
     def run(self, kv: KVCache, size: int, longest: int, groups: DrawGroups, *, drafts: bool) -> None:
@@ -114,6 +115,6 @@ def check_finite(values: np.ndarray) -> None:
     Raises:
         NonFiniteLogitsError: naming the rows.
     """
-    bad = np.flatnonzero(~np.isfinite(values[TEMPERATURE_LOGPROB]))
+    bad = np.flatnonzero(~np.isfinite(values[fields.TEMPERATURE_LOGPROB]))
     if len(bad):
         raise NonFiniteLogitsError.of_rows(bad.tolist(), values.shape[1])

@@ -229,7 +229,7 @@ class DecoderRunner:
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, kv: KVCache) -> torch.Tensor:
-        """Logits fp32 [R, vocab] of the rows ``batch.logits_index``; new keys and values are written into ``kv``."""
+        """Logits fp32 [R, vocab] of the rows that ``batch`` wants; new keys and values are written into ``kv``."""
         hidden = self.embedding(batch.token_ids)
         normed = self.layers[0].input_norm(hidden)
         following = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
@@ -237,7 +237,7 @@ class DecoderRunner:
             attended = self._attend(layer, index, normed, batch, kv)
             normed, hidden = _add_norm(attended, hidden, layer.post_norm)
             normed, hidden = _add_norm(layer.down(layer.gate_up.silu_mul(normed)), hidden, next_norm)
-        return fp32_logits(normed.index_select(0, batch.logits_index), self.head)
+        return fp32_logits(batch.wanted(normed), self.head)
 
 
 def _add_norm(x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qerl.kernels.sampling import reference, sample_rows
+from qerl.kernels.sampling import reference, sample_rows, sample_rows_into
 from qerl.kernels.sampling.reference import uniforms
 from qerl.rollout.core import NonFiniteLogitsError, SamplingParams
 
@@ -104,6 +104,26 @@ def sample(
         torch.cat([piece.logprobs for piece in pieces]),
         torch.cat([piece.temperature_logprobs for piece in pieces]),
     )
+
+
+def sample_into(
+    logits: torch.Tensor,
+    sampling: SamplingParams,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    token_ids: torch.Tensor,
+    results: torch.Tensor,
+) -> None:
+    """:func:`sample` of one sample a row of ``logits``, into ``token_ids`` int64 [R] and ``results`` float64 [3, R]
+    (rows TOKEN_ID, LOGPROB and TEMPERATURE_LOGPROB of ``decode_rows.fields``), which are mutated.
+
+    Takes no launch beyond those of :func:`sample` on CUDA without truncation.
+    """
+    if logits.is_cuda and not sampling.truncates:
+        sample_rows_into(logits, keys, positions, sampling.temperature, token_ids, results)
+        return
+    drawn = sample(logits, sampling, keys, positions)
+    reference.store_results(drawn.token_ids, drawn.logprobs, drawn.temperature_logprobs, token_ids, results)
 
 
 def _draw_truncated(logits: torch.Tensor, sampling: SamplingParams, uniform: torch.Tensor) -> SampledTokens:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qerl.rollout import decode_step as fields
+from qerl.kernels.decode_rows import fields
 from qerl.rollout.decoder import Decoder, DrawOrder, can_admit, check_finite
 from qerl.rollout.drafts import Draft
 from qerl.rollout.drawn import DrawnTokens

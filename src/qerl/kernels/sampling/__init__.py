@@ -4,18 +4,19 @@ Weights are floor(2^b exp(z - max z)) with b = 62 - ceil(log2 V). Integer sums d
 draw is the same however the vocabulary is split over programs (the exponential alone differs between devices, in its
 last bits). The uniform is an integer hash of the sample's key and the token's position.
 
-On CUDA a call is three launches, greedy or not, at every batch size, and allocates two numbers a chunk: logits are read
-twice and nothing of the size of the vocabulary is written.
+On CUDA a call is three launches, greedy or not, at every batch size, wherever the results go, and allocates two numbers
+a chunk: logits are read twice and nothing of the size of the vocabulary is written.
 """
 
 import math
 
 import torch
 
+from qerl.kernels.decode_rows import fields
 from qerl.kernels.device import launch_on
 from qerl.kernels.sampling import reference
 
-__all__ = ["sample_rows"]
+__all__ = ["sample_rows", "sample_rows_into"]
 
 
 def sample_rows(
@@ -44,6 +45,43 @@ def sample_rows(
     """
     _check(logits, keys, positions, temperature, rows)
     return _sample_op(logits.contiguous(), keys.contiguous(), positions.contiguous(), temperature, rows)
+
+
+def sample_rows_into(
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: float,
+    token_ids: torch.Tensor,
+    results: torch.Tensor,
+) -> None:
+    """:func:`sample_rows` of one sample a row, stored where a decode step wants it by the same launches.
+
+    Args:
+        logits: float32 [N, V].
+        keys: int64 [N, 2], two 32-bit words a sample.
+        positions: int64 [N], the absolute position of the token to draw.
+        temperature: T > 0, or 0 for the first of the largest logits.
+        token_ids: int64 [N] contiguous. **Mutated**: the tokens.
+        results: float64 [3, N], rows contiguous and any distance apart. **Mutated**: token ids, log-probs, and the
+            log-probs again (nothing is truncated), as ``decode_rows.fields`` orders them; float64 holds them exactly.
+
+    Raises:
+        ValueError: shapes, dtypes, strides or devices that do not fit, a temperature that is negative or not finite.
+        UnsupportedGPUError: a GPU below sm_80.
+    """
+    _check(logits, keys, positions, temperature, None)
+    wanted = ((token_ids, "token_ids", torch.int64, ()), (results, "results", torch.float64, (fields.NUM_RESULTS,)))
+    for tensor, name, dtype, outer in wanted:
+        shape = (*outer, logits.shape[0])
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape or (shape[-1] > 1 and tensor.stride(-1) != 1):
+            raise ValueError(
+                f"{name} must be {dtype} {list(shape)} with contiguous rows, got {tensor.dtype} {list(tensor.shape)} "
+                f"with strides {tensor.stride()}"
+            )
+        if tensor.device != logits.device:
+            raise ValueError(f"logits are on {logits.device}, {name} on {tensor.device}")
+    _sample_into_op(logits.contiguous(), keys.contiguous(), positions.contiguous(), temperature, token_ids, results)
 
 
 def _check(
@@ -84,3 +122,27 @@ def _sample_op(
 @_sample_op.register_fake
 def _(logits, keys, positions, temperature, rows):  # type: ignore[no-untyped-def]
     return torch.empty_like(positions), logits.new_empty(positions.shape)
+
+
+@torch.library.custom_op("qerl::sample_rows_into", mutates_args=("token_ids", "results"))
+def _sample_into_op(
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: float,
+    token_ids: torch.Tensor,
+    results: torch.Tensor,
+) -> None:
+    if not logits.is_cuda:
+        reference.sample_rows_into(logits, keys, positions, temperature, token_ids, results)
+        return
+    from qerl.kernels.sampling import launch  # Triton comes only with CUDA builds of torch.
+
+    with launch_on(logits.device):
+        chunk = launch.device_chunk_size(logits)
+        launch.sample_rows_into(logits, keys, positions, temperature, token_ids, results, chunk)
+
+
+@_sample_into_op.register_fake
+def _(logits, keys, positions, temperature, token_ids, results):  # type: ignore[no-untyped-def]
+    return None

@@ -32,12 +32,41 @@ def sample_rows(
     chunk: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes as the public function; ``chunk`` a power of two. Three launches."""
+    token_ids = torch.empty_like(positions)
+    logprobs = torch.empty(positions.shape, dtype=torch.float32, device=logits.device)
+    _launch(logits, keys, positions, temperature, rows, chunk, token_ids, logprobs, None)
+    return token_ids, logprobs
+
+
+def sample_rows_into(
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: float,
+    token_ids: torch.Tensor,
+    results: torch.Tensor,
+    chunk: int,
+) -> None:
+    """Shapes and mutations as the public function; ``chunk`` a power of two. Three launches."""
+    _launch(logits, keys, positions, temperature, None, chunk, token_ids, None, results)
+
+
+def _launch(
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: float,
+    rows: torch.Tensor | None,
+    chunk: int,
+    token_ids: torch.Tensor,
+    logprobs: torch.Tensor | None,
+    results: torch.Tensor | None,
+) -> None:
+    """Into ``token_ids``, and into ``logprobs`` or ``results``."""
     num_rows, vocab_size = logits.shape
     samples = positions.shape[0]
-    token_ids = torch.empty(samples, dtype=torch.int64, device=logits.device)
-    logprobs = torch.empty(samples, dtype=torch.float32, device=logits.device)
     if samples == 0:
-        return token_ids, logprobs
+        return
     chunks = -(-vocab_size // chunk)
     padded = 1 << (chunks - 1).bit_length()
     chunk_max = torch.empty(num_rows, chunks, dtype=torch.float32, device=logits.device)
@@ -56,9 +85,8 @@ def sample_rows(
         CHUNK=chunk, CHUNKS_PADDED=padded, PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
     kernels.pick_kernel[(samples,)](
-        logits, keys, positions, rows, chunk_max, chunk_sum, token_ids, logprobs,
-        vocab_size, chunks, temperature, scale, 1.0 / scale,
-        GREEDY=greedy, HAS_ROWS=rows is not None, CHUNK=chunk, CHUNKS_PADDED=padded, PDL=pdl,
-        num_warps=warps, launch_pdl=pdl,
+        logits, keys, positions, rows, chunk_max, chunk_sum, token_ids, logprobs, results,
+        vocab_size, chunks, temperature, scale, 1.0 / scale, 0 if results is None else results.stride(0),
+        GREEDY=greedy, HAS_ROWS=rows is not None, HAS_RESULTS=results is not None, CHUNK=chunk, CHUNKS_PADDED=padded,
+        PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
-    return token_ids, logprobs

@@ -7,6 +7,8 @@ import math
 
 import torch
 
+from qerl.kernels.decode_rows import fields
+
 _MASK32 = (1 << 32) - 1
 _MASK26 = (1 << 26) - 1
 # Tokens a first-level sum covers; divides the usual vocabulary sizes, so that nothing is padded.
@@ -97,3 +99,31 @@ def sample_rows(
     scaled, weights = integer_weights(picked, temperature)
     token_ids, total = invert_cdf(weights, uniforms(keys, positions))
     return token_ids, token_logprobs(scaled, total, token_ids)
+
+
+def sample_rows_into(
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: float,
+    token_ids: torch.Tensor,
+    results: torch.Tensor,
+) -> None:
+    """Shapes, meaning and mutations as the public function."""
+    drawn, logprobs = sample_rows(logits, keys, positions, temperature)
+    store_results(drawn, logprobs, logprobs, token_ids, results)
+
+
+def store_results(
+    drawn: torch.Tensor,
+    logprobs: torch.Tensor,
+    temperature_logprobs: torch.Tensor,
+    token_ids: torch.Tensor,
+    results: torch.Tensor,
+) -> None:
+    """Tokens int64 [N] and both log-probs fp32 [N] into ``token_ids`` int64 [N] and ``results`` float64 [3, N], which
+    are mutated; float64 holds all of them exactly."""
+    token_ids.copy_(drawn)
+    results[fields.TOKEN_ID].copy_(drawn)
+    results[fields.LOGPROB].copy_(logprobs)
+    results[fields.TEMPERATURE_LOGPROB].copy_(temperature_logprobs)

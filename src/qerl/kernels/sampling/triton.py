@@ -11,8 +11,12 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from qerl.kernels.decode_rows import fields
 from qerl.kernels.triton import INTERPRETED, start_after_predecessor
 
+_TOKEN_ID = tl.constexpr(fields.TOKEN_ID)
+_LOGPROB = tl.constexpr(fields.LOGPROB)
+_TEMPERATURE_LOGPROB = tl.constexpr(fields.TEMPERATURE_LOGPROB)
 _MASK32 = tl.constexpr((1 << 32) - 1)
 _MASK26 = tl.constexpr((1 << 26) - 1)
 
@@ -97,14 +101,15 @@ def chunk_sum_kernel(
     tl.store(chunk_sum + row * chunks + chunk, tl.sum(weights, 0))
 
 
-@triton.jit
+# Rows of a step's buffers start anywhere. Scalars gain nothing by alignment, which would only ask for one more kernel.
+@triton.jit(do_not_specialize_on_alignment=["positions", "token_ids", "results"])
 def pick_kernel(
-    logits, keys, positions, rows, chunk_max, chunk_sum, token_ids, logprobs,
-    V, chunks, temperature, weight_scale, inverse_scale,
-    GREEDY: tl.constexpr, HAS_ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS_PADDED: tl.constexpr,
-    PDL: tl.constexpr,
+    logits, keys, positions, rows, chunk_max, chunk_sum, token_ids, logprobs, results,
+    V, chunks, temperature, weight_scale, inverse_scale, results_stride,
+    GREEDY: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_RESULTS: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS_PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """token_ids int64 [N], logprobs fp32 [N]; NaN for a row whose maximum is not finite."""
+    """token_ids int64 [N], and logprobs fp32 [N] or results fp64 [3, N]; NaN for a row whose maximum is not finite."""
     start_after_predecessor(PDL)
     sample = tl.program_id(0)
     row = sample.to(tl.int64)
@@ -138,4 +143,10 @@ def pick_kernel(
     logprob = (scaled.to(tl.float64) - tl.log(total.to(tl.float64) * inverse_scale)).to(tl.float32)
     finite = (maximum > float("-inf")) & (maximum < float("inf"))
     tl.store(token_ids + sample, chosen.to(tl.int64))
-    tl.store(logprobs + sample, tl.where(finite, logprob, float("nan")))
+    logprob = tl.where(finite, logprob, float("nan"))
+    if HAS_RESULTS:
+        tl.store(results + _TOKEN_ID * results_stride + sample, chosen.to(tl.float64))
+        tl.store(results + _LOGPROB * results_stride + sample, logprob.to(tl.float64))
+        tl.store(results + _TEMPERATURE_LOGPROB * results_stride + sample, logprob.to(tl.float64))
+    else:
+        tl.store(logprobs + sample, logprob)
