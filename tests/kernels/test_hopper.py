@@ -11,7 +11,7 @@ from test_tiles import in_tiles
 
 from qerl.kernels.lora import lora_shrink
 from qerl.kernels.quant_matmul import (
-    MANY_ROWS,
+    PACKED_ROWS,
     GroupWeight,
     LoraUpdate,
     dequantize,
@@ -34,7 +34,7 @@ GROUPS = [((16,), 64, True), ((304, 16, 48), 1088, False), ((576, 192, 192), 576
 GROUP_IDS = ["one-tile", "own-scales", "smollm2-qkv", "long-k"]
 # Tensor cores round every addition of a long sum toward zero; a rounding to bf16 would be 1.7e-3.
 FP32_BOUND = 1e-4
-ROWS = [1, 3, 8, 9, 16, 17, 40, 64, 100, 128, 200, 300, 2100, MANY_ROWS + 1]
+ROWS = [1, 3, 8, 9, 16, 17, 40, 64, 100, 128, 200, 300, 2100, PACKED_ROWS + 1]
 
 
 @pytest.fixture
@@ -97,7 +97,9 @@ def test_product_bias_and_lora(weight: tuple[GroupWeight, torch.Tensor], m: int)
             assert torch.equal(y, quant_matmul(x, packed, offset, lora))
             wide = quant_matmul(x, packed, offset, lora, torch.float32)
             assert wide.dtype == torch.float32 and rms_ratio(wide, expected) < FP32_BOUND
-            if (m <= MANY_ROWS or lora is not None) and offset is None:  # the same sums, one of them rounded at the end
+            if (
+                m <= PACKED_ROWS or lora is not None
+            ) and offset is None:  # the same sums, one of them rounded at the end
                 assert torch.equal(wide.bfloat16(), y)
             assert not hopper._workspace(x.device)[1].any()  # counters are zero between launches
 
@@ -199,6 +201,8 @@ def test_chains_in_graphs(weight: tuple[GroupWeight, torch.Tensor], m: int) -> N
     """Several norms and products with LoRA, each early to start, replayed with new inputs: same bits as one by one."""
     packed, _ = weight
     rank, columns = 32, packed.in_features
+    if columns > 32768:
+        pytest.skip("no norm has such long rows")
     norm = torch.ones(columns, device="cuda", dtype=torch.bfloat16)
     factors = [torch.randn(rank, columns, device="cuda").bfloat16() / 60 for _ in range(6)]
     b = torch.randn(packed.out_features * rank, device="cuda").bfloat16()

@@ -10,7 +10,7 @@ from kernel_cases import make_group, rms_ratio
 from test_tiles import in_tiles
 
 from qerl.kernels.quant_matmul import (
-    MANY_ROWS,
+    PACKED_ROWS,
     GroupWeight,
     LoraUpdate,
     hopper,
@@ -22,7 +22,7 @@ from qerl.kernels.quant_matmul.hopper_plan import FewRowsPlan, ManyRowsPlan, all
 from qerl.kernels.silu_mul import silu_mul
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
-ROWS = [1, 3, 8, 9, 16, 17, 40, 64, 100, 128, 200, 300, 513, 2049, MANY_ROWS + 1]
+ROWS = [1, 3, 8, 9, 16, 17, 40, 64, 100, 128, 200, 300, 513, 2049, PACKED_ROWS + 1]
 
 
 @pytest.fixture

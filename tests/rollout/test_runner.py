@@ -16,7 +16,7 @@ from qerl.nn.norm import aqn_norms
 from qerl.rl.aqn import NoiseInjector
 from qerl.rollout.build import build_engine, load_adapter, make_engine
 from qerl.rollout.core import SamplingParams
-from qerl.rollout.engine import RolloutEngine
+from qerl.rollout.engine import EngineConfig, RolloutEngine
 from qerl.rollout.lora import AdapterMismatchError
 from qerl.rollout.runner import DecoderRunner, UnsupportedArchitectureError
 from qerl.rollout.transformers_backend import TransformersEngine
@@ -267,3 +267,26 @@ def test_transformers_backend_has_the_same_contract(tiny_checkpoints: dict[str, 
 def test_too_long_for_the_model_is_refused_up_front(tiny_checkpoints: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match="600 tokens, but the model has 512 positions"):
         make_engine(policy(tiny_checkpoints["llama"]), tiny_tokenizer(), max_model_len=600)
+
+
+def test_the_last_layer_multiplies_only_rows_whose_logits_are_wanted(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in parts of four tokens: some steps end no prompt, and want none."""
+    model = policy(tiny_checkpoints["llama"])
+    engine = RolloutEngine(DecoderRunner(model, 64), (), EngineConfig(max_model_len=64, max_batch_tokens=4))
+    rows: dict[int, list[int]] = {}
+    for index, layer in enumerate(engine.runner.layers):
+        down = layer.down
+        rows[index] = []
+
+        def count(x: torch.Tensor, down=down, index=index) -> torch.Tensor:  # type: ignore[no-untyped-def]
+            rows[index].append(len(x))
+            return down(x)
+
+        monkeypatch.setattr(layer, "down", count)
+    outputs = engine.generate(PROMPTS, SamplingParams(max_tokens=4, seed=1, ignore_eos=True))
+    last = engine.runner.num_layers - 1
+    assert sum(rows[0]) == sum(map(len, PROMPTS)) + 3 * len(PROMPTS)
+    assert sum(rows[last]) == 4 * len(PROMPTS) and 0 in rows[last]
+    assert largest_difference(model, outputs, 1.0) < 1e-5

@@ -269,7 +269,7 @@ def path_of(group: WeightGroup, m: int, device: torch.device, lora_rank: int = 0
     if group.format == "bf16":
         return "cublas"
     if group.layout == "tiles":
-        few, many = hopper_plan.FEW_ROWS, hopper_plan.MANY_ROWS
+        few, many = hopper_plan.FEW_ROWS, hopper_plan.PACKED_ROWS
         return "cuda-few-rows" if m <= few else "cuda-many-rows" if m <= many or lora_rank else "dequantize+cublas"
     return "triton-few-rows" if m <= FEW_ROWS else "dequantize+cublas"
 

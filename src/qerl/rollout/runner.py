@@ -214,6 +214,7 @@ class DecoderRunner:
         return (*(tensor.data_ptr() for tensor in tensors), *groups, *enabled)
 
     def _attend(self, layer: Layer, index: int, x: torch.Tensor, batch: ForwardBatch, kv: KVCache) -> torch.Tensor:
+        """What attention gives before the output projection, [T, Hq D]; keys and values are written into ``kv``."""
         # AQN never perturbs the norms of heads, so that their noise slots stay empty and need not be read.
         q_norm, k_norm, eps = None, None, 0.0
         if layer.q_norm is not None:
@@ -225,7 +226,7 @@ class DecoderRunner:
         else:
             q, k, v = rotary_kv_write(qkv, self.rope, batch.positions, *caches, batch.slot_mapping, *norms, eps)
             out = paged_attention(q, k, v, kv, index, batch, self.scale)
-        return layer.o(out.flatten(1))
+        return out.flatten(1)
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, kv: KVCache) -> torch.Tensor:
@@ -235,9 +236,11 @@ class DecoderRunner:
         following = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
             attended = self._attend(layer, index, normed, batch, kv)
-            normed, hidden = _add_norm(attended, hidden, layer.post_norm)
+            if index == self.num_layers - 1:  # behind its keys and values, only these rows matter
+                attended, hidden = batch.wanted(attended), batch.wanted(hidden)
+            normed, hidden = _add_norm(layer.o(attended), hidden, layer.post_norm)
             normed, hidden = _add_norm(layer.down(layer.gate_up.silu_mul(normed)), hidden, next_norm)
-        return fp32_logits(batch.wanted(normed), self.head)
+        return fp32_logits(normed, self.head)
 
 
 def _add_norm(x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Products with frozen 4-bit weights: forward, gradient of the input, dequantization.
 
 CPU tensors take the plain torch reference. On CUDA, weights in tiles go through the Hopper kernels (``cuda/``) up
-to `MANY_ROWS` rows, with LoRA at any number, and so do bf16 gradients under one global scale; weights in rows go
+to `PACKED_ROWS` rows, with LoRA at any number, and so do bf16 gradients under one global scale; weights in rows go
 through a Triton kernel up to `FEW_ROWS`. All three keep weights packed until registers. Whatever else there is
 dequantizes into a reused workspace and multiplies with cuBLAS. All multiply by the same bf16 weights, accumulate in
 fp32, apply the global scale to the accumulator and round once, or not at all where an fp32 result is asked for.
@@ -27,7 +27,7 @@ from qerl.kernels.quant_matmul.checks import (
     is_wide,
 )
 from qerl.kernels.quant_matmul.config import FEW_ROWS
-from qerl.kernels.quant_matmul.hopper_plan import MANY_ROWS
+from qerl.kernels.quant_matmul.hopper_plan import PACKED_ROWS
 from qerl.kernels.quant_matmul.tiles import TileLayoutError, from_tiles, group_fits_tiles, to_tiles
 from qerl.kernels.quant_matmul.weight import GroupWeight, LoraUpdate
 from qerl.kernels.quant_matmul.workspace import reserve_workspace, workspace_bytes
@@ -36,7 +36,7 @@ from qerl.kernels.silu_mul import reference as silu_reference
 
 __all__ = [
     "FEW_ROWS",
-    "MANY_ROWS",
+    "PACKED_ROWS",
     "ActivationDtypeError",
     "GroupWeight",
     "LoraUpdate",

@@ -16,8 +16,10 @@ SHARED_BYTES = 227 * 1024
 X_CHUNKS = 8
 # Up to so many rows of x: mma.sync, with all of x in shared memory. Above: wgmma, with x streamed.
 FEW_ROWS = 8
-# Rows of one launch. Above, without LoRA, weights are dequantized once and multiplied by cuBLAS.
-MANY_ROWS = 8192
+# Rows of one launch, and how many are multiplied by such launches without LoRA; above, weights are dequantized once and
+# multiplied by cuBLAS. (Launches of 8,192 rows were no faster: docs/log.md.)
+MANY_ROWS = 2048
+PACKED_ROWS = 4096
 # Counters of the workspace that sums of parts may use, and those of LoRA's u = x A^T inside a product.
 COUNTERS = (1 << 18) - (1 << 11)
 LORA_COUNTERS = 1 << 11

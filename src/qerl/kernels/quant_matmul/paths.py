@@ -17,7 +17,7 @@ from qerl.kernels.device import multiprocessor_count
 from qerl.kernels.quant_matmul import hopper, hopper_grad, launch
 from qerl.kernels.quant_matmul.config import FEW_ROWS, few_rows_config
 from qerl.kernels.quant_matmul.hopper_grad_plan import GRAD_ROWS
-from qerl.kernels.quant_matmul.hopper_plan import MANY_ROWS
+from qerl.kernels.quant_matmul.hopper_plan import MANY_ROWS, PACKED_ROWS
 from qerl.kernels.quant_matmul.reference import lora_update
 from qerl.kernels.quant_matmul.weight import GroupWeight, LoraUpdate
 from qerl.kernels.quant_matmul.workspace import workspace
@@ -34,9 +34,10 @@ def matmul(
     m, out_dtype = x.shape[0], out_dtype or x.dtype
     if m == 0:
         return x.new_empty(0, weight.out_features, dtype=out_dtype)
-    if weight.layout == "tiles" and x.dtype == torch.bfloat16 and m <= MANY_ROWS:
+    if weight.layout == "tiles" and x.dtype == torch.bfloat16 and m <= PACKED_ROWS:
         y = x.new_empty(m, weight.out_features, dtype=out_dtype)
-        hopper.matmul_into(x, weight, bias, y)
+        for rows in _row_blocks(m, MANY_ROWS):
+            hopper.matmul_into(x[rows], weight, bias, y[rows])
         return y
     if weight.layout == "rows" and x.dtype == torch.bfloat16 and m <= FEW_ROWS:
         units = multiprocessor_count(x.device.index)
@@ -72,7 +73,7 @@ def silu_matmul(
 ) -> torch.Tensor:
     """``silu(gate) * up`` of the product [gate | up] as `matmul` and `lora_matmul` round it: [M, N / 2] as `x`."""
     m = x.shape[0]
-    if weight.layout == "tiles" and x.dtype == torch.bfloat16 and m and (m <= MANY_ROWS or lora is not None):
+    if weight.layout == "tiles" and x.dtype == torch.bfloat16 and m and (m <= PACKED_ROWS or lora is not None):
         y = x.new_empty(m, weight.out_features // 2)
         u, is_made = (None, False) if lora is None else _space_for_u(x, lora)
         if all(
