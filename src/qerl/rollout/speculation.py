@@ -17,14 +17,15 @@ from qerl.rollout.history import CompletionHistory
 from qerl.rollout.scheduler import Prefix, Sample
 
 # (rows, time of a step of so many rows over that of one row); beyond the last two points the line goes on.
-# CUDA: 7B, NVFP4, LoRA, H200: 3.02 ms at 8 rows, 5.29 at 64 (docs/log.md); up to 8 rows the products cost the same.
+# CUDA: 7B, NVFP4, LoRA, H200: 2.03, 2.27, 3.14, 4.13 ms at 1, 8, 32, 64 rows (docs/log.md).
 # CPU: SmolLM2-135M in fp32, one thread: 67, 110, 117, 155, 212 ms (102 at 4 rows).
-_CUDA_COST = ((1, 1.0), (8, 1.0), (64, 1.75))
+_CUDA_COST = ((1, 1.0), (8, 1.12), (32, 1.55), (64, 2.03))
 _CPU_COST = ((1, 1.0), (2, 1.55), (8, 1.7), (16, 2.25), (32, 3.2))
-# Time of the host that a step with drafts adds, fixed and for each sample, in the same unit: 85 and 30 microseconds
-# were measured with 4 drafts. On CUDA the device waits meanwhile (as drafts need the tokens of the step before, nothing
-# is launched ahead), over a step of 3 ms; what else the wait costs there was not measured.
-_CUDA_HOST, _CPU_HOST = (0.03, 0.01), (0.001, 0.0005)
+# Time of the host that a step with drafts adds, fixed and for each sample, in the same unit. On the CPU 85 and 30
+# microseconds were measured with 4 drafts. On CUDA the device waits meanwhile (as drafts need the tokens of the step
+# before, nothing is launched ahead): 0.5 ms at 8 samples in all (H200), here over the 2.03 ms of 7B. Over the 1 ms of a
+# tiny model it weighs twice as much, so that drafts are tried there more often than they pay.
+_CUDA_HOST, _CPU_HOST = (0.12, 0.015), (0.001, 0.0005)
 # Chance that a guess is right before any was tried, by length of the match (from this one on), worth so many trials.
 # Found with SmolLM2-135M on GSM8K at T = 1, rounded (docs/log.md); a better model is more predictable.
 _PRIORS = ((1, 0.25), (2, 0.35), (3, 0.5), (5, 0.6), (8, 0.6))
