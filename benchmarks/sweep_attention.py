@@ -11,7 +11,7 @@ import triton
 from qerl.benchmarking.geometry import KNOWN
 from qerl.benchmarking.timing import median_us, rotation
 from qerl.kernels.device import multiprocessor_count
-from qerl.kernels.paged_attention import launch, paged_attention_decode
+from qerl.kernels.paged_attention import hopper, launch, paged_attention_decode
 from qerl.kernels.paged_attention.launch import DecodeConfig
 
 CONTEXT, BLOCK_SIZE = 1280, 16
@@ -36,18 +36,21 @@ def sweep(model: str, batch: int) -> None:
         slices = launch.num_slices(batch, sizes.kv_heads, CONTEXT, multiprocessor_count(0), config)
         launch.decode(q, k[i], v[i], table, lens, sizes.head_dim**-0.5, slices, config)
 
-    found = []
+    scale = sizes.head_dim**-0.5
+    found: list[tuple[float, object]] = []
+    for shape in hopper.SHAPES if hopper.serves(q, k[0], v[0]) else ():
+        us = median_us(lambda i, shape=shape: hopper.decode(q, k[i], v[i], table, lens, scale, shape), copies, device)
+        found.append((us, f"Hopper: clusters of {shape[0]} blocks of {shape[1]} warps"))
     for block_n, per_sm, warps, stages in SWEPT:
         config = DecodeConfig(block_n, per_sm, num_warps=warps, num_stages=stages)
         try:
             found.append((median_us(lambda i, config=config: decode(config, i), copies, device), config))
         except triton.runtime.errors.OutOfResources:
             continue
-    scale = sizes.head_dim**-0.5
     now = median_us(lambda i: paged_attention_decode(q, k[i], v[i], table, lens, scale), copies, device)
     print(f"{model} batch {batch}: as chosen now {now:.1f} us")
-    for us, config in sorted(found, key=lambda pair: pair[0]):
-        print(f"   {us:7.2f} us  {config}")
+    for us, what in sorted(found, key=lambda pair: pair[0]):
+        print(f"   {us:7.2f} us  {what}")
 
 
 if __name__ == "__main__":
