@@ -1,4 +1,4 @@
-"""The small ops of a decode step: rotary embedding with the KV write, norm, SiLU-mul, LoRA, sampling.
+"""The small ops of a decode step: its inputs, rotary embedding with the KV write, norm, SiLU-mul, LoRA, sampling.
 
 Every op is first run on the same inputs on the CPU, where it is the plain torch reference, and compared.
 """
@@ -12,6 +12,7 @@ from qerl.benchmarking.ceilings import Ceilings
 from qerl.benchmarking.geometry import Geometry
 from qerl.benchmarking.results import Row
 from qerl.benchmarking.timing import CheckFailedError, median_us, rms_ratio, rotation
+from qerl.kernels.decode_rows import fields, prepare_rows
 from qerl.kernels.lora import LoraSegment, PackedB, lora_expand, lora_shrink
 from qerl.kernels.rms_norm import add_rms_norm
 from qerl.kernels.rotary import rotary_kv_write
@@ -61,6 +62,7 @@ def measure_decode_ops(
 
 
 def _ops(geometry: Geometry, dtype: torch.dtype, device: torch.device, batch: int, rank: int) -> Iterator[_Op]:
+    yield _inputs(device, batch)
     yield _rotary(geometry, dtype, device, batch)
     yield _add_norm(geometry.hidden, dtype, device, batch)
     yield _silu(geometry.intermediate, dtype, device, batch)
@@ -77,6 +79,26 @@ def _copies(num_bytes: float, device: torch.device) -> int:
 def _few(tensor: torch.Tensor) -> torch.Tensor:
     """The first rows, on the CPU: what is compared."""
     return tensor[:_CHECKED_ROWS].cpu()
+
+
+def _inputs(device: torch.device, batch: int) -> _Op:
+    width = _POSITIONS // _BLOCK_SIZE
+    inputs = torch.zeros(fields.NUM_FIELDS, batch, dtype=torch.int64, device=device)
+    inputs[fields.SOURCE : fields.POSITION + 1] = torch.arange(batch, device=device)
+    inputs[fields.TABLE_ROW] = torch.arange(batch, device=device)
+    sampled = torch.arange(batch, device=device).flip(0)
+    table = torch.randint(1 << 20, (batch, width), device=device, dtype=torch.int32)
+    shapes = (
+        ((batch,), torch.int64),
+        ((batch,), torch.int32),
+        ((batch, width), torch.int32),
+        ((batch, 2), torch.int64),
+    )
+    outs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in (*shapes, shapes[0])]
+    prepare_rows(inputs, sampled, table, *outs)
+    error = float(not (torch.equal(outs[0], sampled) and torch.equal(outs[2], table)))
+    num_bytes = 2.0 * table.nbytes + inputs.nbytes
+    return _Op("inputs of a step", lambda i: prepare_rows(inputs, sampled, table, *outs), 1, num_bytes, error)
 
 
 def _rotary(geometry: Geometry, dtype: torch.dtype, device: torch.device, batch: int) -> _Op:

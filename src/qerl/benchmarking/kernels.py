@@ -12,10 +12,12 @@ from qerl.benchmarking.timing import CheckFailedError, median_us, rms_ratio, rot
 from qerl.formats.base import get_format
 from qerl.kernels.paged_attention import paged_attention_decode
 from qerl.kernels.paged_attention import reference as attention_reference
+from qerl.kernels.paged_attention.rotary import newest_places, rotary_decode
 from qerl.kernels.quant_matmul import dequantize
+from qerl.kernels.rotary import rotary_kv_write
 from qerl.nn.random_weights import STD, random_group
 
-ATTENTION_BATCHES = (1, 8, 64, 256)
+ATTENTION_BATCHES = (1, 8, 16, 32, 64, 128, 256)
 ATTENTION_CONTEXT = 1280
 _BLOCK_SIZE = 16
 # Probabilities and output are each rounded once to bf16 on the GPU.
@@ -26,6 +28,8 @@ def measure_attention(
     geometry: Geometry, ceilings: Ceilings, device: torch.device, batches: Sequence[int], context: int, kv_dtype: str
 ) -> list[Row]:
     """Paged decode attention of one layer: time and share of the read ceiling, for each number of sequences.
+
+    ``rotary_us`` is its time with rotary embedding and KV write, as decode steps ask for it.
 
     Args:
         kv_dtype: ``auto`` (the compute dtype) or ``fp8``.
@@ -60,8 +64,30 @@ def measure_attention(
         us = median_us(lambda i, q=q, k=k, v=v, rest=rest: paged_attention_decode(q, k[i], v[i], *rest), copies, device)
         floor = kv_bytes / ceilings.read_bytes_per_us
         row = {"model": geometry.name, "kv_dtype": kv_dtype, "batch": batch, "context": context, "us": round(us, 2)}
-        rows.append(row | {"roofline_us": round(floor, 2), "roofline_share": round(floor / us, 4)})
+        row |= {"roofline_us": round(floor, 2), "roofline_share": round(floor / us, 4)}
+        rows.append(row | {"rotary_us": round(_rotary_us(heads, k, v, *rest), 2)})
     return rows
+
+
+def _rotary_us(
+    heads: int, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, scale: float
+) -> float:
+    """Time of :func:`rotary_decode` over the caches ``k`` and ``v`` [copies, blocks, block_size, Hkv, D] (mutated).
+
+    Raises:
+        CheckFailedError: an output too far from that of two ops.
+    """
+    device, kv_heads, head_dim = k.device, *k.shape[-2:]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    qkv = torch.randn(len(table), (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
+    rope = torch.rand(table.shape[1] * _BLOCK_SIZE, head_dim, device=device)
+    found = rotary_decode(qkv.clone(), rope, k[0], v[0], table, lens, scale)
+    places = newest_places(table, lens, _BLOCK_SIZE)
+    q, _, _ = rotary_kv_write(qkv.clone(), rope, places[0], k[0], v[0], places[1])
+    error = rms_ratio(found, paged_attention_decode(q, k[0], v[0], table, lens, scale))
+    if not error <= _ATTENTION_LIMIT[dtype]:
+        raise CheckFailedError(f"decode attention with rotary, batch {len(table)}: error {error:.6f} against two ops")
+    return median_us(lambda i: rotary_decode(qkv, rope, k[i], v[i], table, lens, scale), len(k), device)
 
 
 def measure_dequantize(geometry: Geometry, format: str, ceilings: Ceilings, device: torch.device) -> list[Row]:
