@@ -15,7 +15,7 @@ from qerl.benchmarking.agreement import check_agreement
 from qerl.benchmarking.results import Row
 from qerl.benchmarking.rollout import free_memory, labels
 from qerl.benchmarking.subject import Subject, UnsupportedBenchError
-from qerl.benchmarking.timing import synchronize
+from qerl.benchmarking.timing import CheckFailedError, synchronize
 from qerl.evaluation.prompts import PromptRenderer
 from qerl.nn.loading import eos_token_ids
 from qerl.rollout.core import CompletionOutput, SamplingParams
@@ -24,6 +24,8 @@ from qerl.rollout.kv_cache import blocks_for_tokens
 
 # Bounds what is kept for later epochs; no measurement here comes near.
 _HISTORY_TOKENS = 1 << 24
+# Two passes meet and capture every size, unless rounding parts them; the next one shows that it is so.
+_MOST_WARM_UPS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class _Pass:
     speculative_steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    graph_captures: int = 0
 
 
 def measure_speculative(
@@ -144,13 +147,22 @@ def _engine(subject: Subject, batch: int, longest: int, eos: Sequence[int], draf
 
 def _warm_up(engine: RolloutEngine, prompts: list[list[int]], sampling: SamplingParams, batch: int) -> None:
     """Kernels compile at a size's first step and graphs are captured at its second; which sizes come is seen only by
-    doing the same work, which is slow on a CPU, where there is nothing to compile."""
-    if engine.runner.device.type == "cuda":
-        for _ in range(2):
-            _pass(engine, prompts, sampling, batch, 0)
-    else:
+    doing the same work, from nothing each time, until nothing is captured. That is slow on a CPU, where there is nothing
+    to compile.
+
+    Raises:
+        CheckFailedError: graphs are captured over and over.
+    """
+    if engine.runner.device.type != "cuda":
         engine.generate(prompts[:1], SamplingParams(n=sampling.n, max_tokens=4))
-    engine.forget_completions()
+        engine.forget_completions()
+        return
+    for _ in range(_MOST_WARM_UPS):
+        captures = _pass(engine, prompts, sampling, batch, 0).graph_captures
+        engine.forget_completions()
+        if captures == 0 and engine.stats.graph_replays:
+            return
+    raise CheckFailedError(f"{captures} graphs were captured in warm-up {_MOST_WARM_UPS} of the same work")
 
 
 def _pass(engine: RolloutEngine, prompts: list[list[int]], sampling: SamplingParams, batch: int, epoch: int) -> _Pass:
@@ -171,6 +183,7 @@ def _pass(engine: RolloutEngine, prompts: list[list[int]], sampling: SamplingPar
         done.speculative_steps += stats.speculative_steps
         done.drafted += stats.drafted_tokens
         done.accepted += stats.accepted_tokens
+        done.graph_captures += stats.graph_captures
     return done
 
 
@@ -188,4 +201,5 @@ def _figures(plain: _Pass, drafting: _Pass) -> Row:
         "plain_tokens_per_s": round(rates[0], 1),
         "over_plain": round(rates[1] / rates[0], 3),
         "equal_samples": equal,
+        "graph_captures": plain.graph_captures + drafting.graph_captures,
     }

@@ -21,11 +21,11 @@ from qerl.rollout.scheduler import Prefix, Sample
 # CPU: SmolLM2-135M in fp32, one thread: 67, 110, 117, 155, 212 ms (102 at 4 rows).
 _CUDA_COST = ((1, 1.0), (8, 1.12), (32, 1.55), (64, 2.03))
 _CPU_COST = ((1, 1.0), (2, 1.55), (8, 1.7), (16, 2.25), (32, 3.2))
-# Time of the host that a step with drafts adds, fixed and for each sample, in the same unit. On the CPU 85 and 30
-# microseconds were measured with 4 drafts. On CUDA the device waits meanwhile (as drafts need the tokens of the step
-# before, nothing is launched ahead): 0.5 ms at 8 samples in all (H200), here over the 2.03 ms of 7B. Over the 1 ms of a
-# tiny model it weighs twice as much, so that drafts are tried there more often than they pay.
-_CUDA_HOST, _CPU_HOST = (0.12, 0.015), (0.001, 0.0005)
+# Time of the host that a step with drafts adds, fixed and for each sample, in the same unit: 85 and 30 microseconds
+# were measured with 4 drafts. On CUDA the device waits meanwhile (as drafts need the tokens of the step before, nothing
+# is launched ahead), over the 2.03 ms of 7B; what else the wait costs there was not measured. A tiny model's step is
+# shorter, so that drafts are tried there more often than they pay.
+_CUDA_HOST, _CPU_HOST = (0.05, 0.015), (0.001, 0.0005)
 # Chance that a guess is right before any was tried, by length of the match (from this one on), worth so many trials.
 # Found with SmolLM2-135M on GSM8K at T = 1, rounded (docs/log.md); a better model is more predictable.
 _PRIORS = ((1, 0.25), (2, 0.35), (3, 0.5), (5, 0.6), (8, 0.6))
