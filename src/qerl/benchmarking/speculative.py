@@ -147,8 +147,8 @@ def _engine(subject: Subject, batch: int, longest: int, eos: Sequence[int], draf
 
 def _warm_up(engine: RolloutEngine, prompts: list[list[int]], sampling: SamplingParams, batch: int) -> None:
     """Kernels compile at a size's first step and graphs are captured at its second; which sizes come is seen only by
-    doing the same work, from nothing each time, until nothing is captured. That is slow on a CPU, where there is nothing
-    to compile.
+    doing the same work, from nothing each time, until nothing is captured. That is slow on a CPU, where nothing has to
+    be compiled.
 
     Raises:
         CheckFailedError: graphs are captured over and over.
