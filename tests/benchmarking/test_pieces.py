@@ -14,7 +14,7 @@ from qerl.benchmarking.kernels import measure_attention, measure_quantizer
 from qerl.benchmarking.lengths import lognormal_lengths
 from qerl.benchmarking.linears import check_group, dequantized
 from qerl.benchmarking.results import OtherMachineError, ResultFile
-from qerl.benchmarking.timing import CheckFailedError, median_us, rms_ratio, rotation
+from qerl.benchmarking.timing import CheckFailedError, median_us, replays_ahead, rms_ratio, rotation
 from qerl.nn.random_weights import random_group
 
 CPU = torch.device("cpu")
@@ -136,3 +136,8 @@ def test_rows_of_the_same_work_are_replaced_and_others_kept(tmp_path: Path) -> N
     path.write_text(json.dumps({"gpu": "another", "rows": []}))
     with pytest.raises(OtherMachineError, match="another"):
         ResultFile(path, CPU, append=True)
+
+
+def test_a_measured_replay_finds_the_device_busy() -> None:
+    """Short ones stand behind 200 us of others; to long ones the 10 to 25 us of a launch are nothing."""
+    assert [replays_ahead(us) for us in (3.0, 60.0, 150.0, 200.0, 4000.0, 6000.0)] == [67, 4, 2, 1, 1, 0]
