@@ -34,8 +34,8 @@ def median_us(call: Callable[[int], object], copies: int, device: torch.device) 
     """Median time in microseconds of one ``call(i)``, i = 0 .. copies - 1, over repeated passes.
 
     On CUDA a pass is the replay of a graph behind other replays, so launches cost what they cost in a captured decode
-    step. Every call runs once before capture: kernels are compiled then, and what a weight prepares at its first use may
-    wait for the host, which a capture must not. On the CPU a pass is a plain loop.
+    step. Every call runs once before capture: kernels are compiled then, and what a weight prepares at its first use
+    may wait for the host, which a capture must not. On the CPU a pass is a plain loop.
     """
     if device.type != "cuda":
         return _median_cpu_us(call, copies)
