@@ -66,8 +66,8 @@ def test_misuse_is_named() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("settled", [False, True], ids=["any-launch-before", "settled"])
 def test_what_is_loaded_before_the_wait(settled: bool) -> None:
-    """In the machine's order, compiled for sm_90 without a GPU: weight (bf16) and noise (fp32), and only where no launch
-    may just be writing them."""
+    """In the PTX for sm_90, which needs no GPU: weight (bf16) and noise (fp32), and only where no launch may just be
+    writing them."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
