@@ -33,7 +33,8 @@ def paged_attention_decode(
             block_size a power of two, at least 16 on CUDA. Hq is a multiple of Hkv.
         v_cache: shape and strides of `k_cache`.
         block_table: int32 ``[S, max_blocks]``; entries past the context may hold anything.
-        context_lens: int32 ``[S]`` contiguous, tokens to attend to, the newest included; at most max_blocks * block_size.
+        context_lens: int32 ``[S]`` contiguous, tokens to attend to, the newest included; at most max_blocks *
+            block_size.
         scale: factor of the scores, usually ``D ** -0.5``.
 
     Returns:
