@@ -1,5 +1,6 @@
 """Data and reward of the tiny training runs."""
 
+import numpy as np
 from datasets import Dataset
 from transformers import TrainerCallback
 
@@ -26,3 +27,7 @@ class Logs(TrainerCallback):
 
     def values(self, name: str) -> list[float]:
         return [float(row[name]) for row in self.rows if name in row]
+
+    def worst(self, name: str) -> float:
+        """The largest value; NaN if one is (Python's ``max`` would lose it)."""
+        return float(np.max(self.values(name)))

@@ -21,9 +21,12 @@ class PagedCase:
         return self.q, self.k_cache, self.v_cache, self.block_table, self.context_lens
 
     def worst_ratio(self, out: torch.Tensor) -> float:
-        """RMS error over RMS of the worst sequence: long ones have small results that short ones would hide."""
+        """RMS error over RMS of the worst sequence: long ones have small results that short ones would hide.
+
+        NaN in any of them gives NaN (Python's ``max`` would lose it).
+        """
         full = (self.context_lens > 0).nonzero()[:, 0].tolist()
-        return max((rms_ratio(out[index], self.expected[index]) for index in full), default=0.0)
+        return float(torch.tensor([rms_ratio(out[index], self.expected[index]) for index in full]).max())
 
 
 def make_case(

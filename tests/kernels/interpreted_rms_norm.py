@@ -42,10 +42,21 @@ def test_frozen_weight_gets_no_gradient_and_x_still_does() -> None:
     assert torch.isfinite(x.grad).all() and x.grad.abs().max() > 0
 
 
+def test_weight_and_noise_may_be_columns() -> None:
+    x, columns = torch.randn(4, 96), torch.rand(96, 2)
+    leaf = x.clone().requires_grad_()
+    y, _, _ = _forward_op(leaf, None, columns[:, 0], columns[:, 1], 1e-6)
+    expected = reference.rms_norm(x, columns[:, 0], columns[:, 1], 1e-6)
+    assert rms_ratio(y, expected) < 1e-6
+    dy, exact = torch.randn(4, 96), x.clone().requires_grad_()
+    (expected_dx,) = torch.autograd.grad(reference.rms_norm(exact, columns[:, 0], columns[:, 1], 1e-6), exact, dy)
+    assert rms_ratio(torch.autograd.grad(y, leaf, dy)[0], expected_dx) < 1e-5
+
+
 def test_residual_is_rounded_first_and_the_bits_are_those_of_the_plain_norm() -> None:
     x, residual = torch.randn(5, 576).bfloat16(), torch.randn(5, 576).bfloat16()
     weight, noise = torch.rand(576).bfloat16(), 0.01 * torch.randn(576)
-    y, total, _ = launch.forward(x, residual, weight, noise, 1e-6)
+    y, total, _ = launch.forward(x, residual, weight, noise, 1e-6, settled=True)
     assert torch.equal(total, x + residual)
     plain, _, _ = launch.forward(x + residual, None, weight, noise, 1e-6)
     assert torch.equal(y, plain)

@@ -1,6 +1,7 @@
 """Paged decode attention: reference on the CPU, kernels on a GPU."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -23,6 +24,17 @@ def test_reference_against_fp64(heads: int, kv_heads: int, head_dim: int) -> Non
 def test_reference_of_a_float8_cache() -> None:
     case = make_case((1, 40, 0), 4, 2, 64, cache_dtype=torch.float8_e4m3fn)
     assert case.worst_ratio(paged_attention_decode(*case.inputs, case.scale)) < 1e-6
+
+
+def test_the_worst_sequence_may_be_any_one() -> None:
+    case = make_case((1, 40, 0, 16), 4, 2, 64)
+    out = paged_attention_decode(*case.inputs, case.scale)
+    for index in (0, 1, 3):
+        off = out.clone()
+        off[index] *= 1.25
+        assert case.worst_ratio(off) == pytest.approx(0.25, rel=1e-3)
+        off[index, 0, 0] = float("nan")
+        assert math.isnan(case.worst_ratio(off))
 
 
 def test_misuse_is_named() -> None:

@@ -1,5 +1,8 @@
 """RMSNorm: formula, noise slot, and on a GPU the kernels and the equality of trainer's and engine's bits."""
 
+import importlib.util
+import re
+
 import pytest
 import torch
 from kernel_cases import rms_ratio, rounded_once
@@ -60,6 +63,47 @@ def test_misuse_is_named() -> None:
         rms_norm(torch.ones(3, 8, dtype=torch.int64), weight, None, 1e-6)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("settled", [False, True], ids=["any-launch-before", "settled"])
+def test_what_is_loaded_before_the_wait(settled: bool) -> None:
+    """In the PTX for sm_90, which needs no GPU: weight (bf16) and noise (fp32), and only where no launch may just be
+    writing them."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from qerl.kernels.rms_norm.triton import rms_norm_forward_kernel as kernel
+
+    types = {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "noise": "*fp32", "y": "*bf16"}
+    types |= {"new_residual": "*bf16", "rstd": "*fp32", "H": "i32", "eps": "fp32"}
+    flags = {"HAS_RESIDUAL": True, "HAS_NOISE": True, "BLOCK": 128, "PDL": True, "SETTLED": settled}
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    fixed = {(kernel.arg_names.index(name),): value for name, value in flags.items()}
+    options = {"launch_pdl": True, "num_warps": 4}
+    source = ASTSource(kernel, signature, fixed, {})
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    before, after = (re.findall(r"(?:ld|st)\.global\.\w+", part) for part in ptx.split("griddepcontrol.wait"))
+    constants = ["ld.global.b16", "ld.global.b32"]
+    assert before == (constants if settled else [])
+    assert after[:-3] == ([] if settled else constants) + ["ld.global.b16"] * 2
+    assert all(access.startswith("st") for access in after[-3:])
+
+
+@pytest.mark.gpu
+def test_gpu_weights_made_by_the_launch_before() -> None:
+    """And weights and noise out of columns, which are copied right before."""
+    x, residual = torch.randn(3, 576, device="cuda").bfloat16(), torch.randn(3, 576, device="cuda").bfloat16()
+    columns = torch.rand(576, 3, device="cuda")
+    for _ in range(20):
+        columns.uniform_()
+        weight, noise = columns.bfloat16()[:, 0], columns[:, 1]
+        expected = _exact(x, weight.clone(), noise.clone())
+        torch.cuda.synchronize()
+        assert rms_ratio(rms_norm(x, columns[:, 0].bfloat16(), noise, 1e-6), expected) < 2.5e-3
+        y, total = add_rms_norm(x, residual, weight, noise, 1e-6)
+        assert rms_ratio(y, _exact(total, weight, noise)) < 2.5e-3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("width", GPU_WIDTHS)
@@ -115,8 +159,8 @@ def test_gpu_cuda_graph() -> None:
 def check_fp32_stream(device: str) -> None:
     """bf16 layer output added to an fp32 residual stream: nothing is rounded but the result; dx is fp32."""
     x = torch.randn(7, 576, device=device).bfloat16()
-    residual, noise = 8 * torch.randn(7, 576, device=device), 0.01 * torch.randn(576, device=device)
-    weight = torch.rand(576, device=device).bfloat16()
+    weight, noise = torch.rand(576, device=device).bfloat16(), 0.01 * torch.randn(576, device=device)
+    residual = 8 * torch.randn(7, 576, device=device)
     y, total = add_rms_norm(x, residual, weight, noise, 1e-6)
     assert (y.dtype, total.dtype) == (torch.bfloat16, torch.float32)
     assert torch.equal(total, x.float() + residual)

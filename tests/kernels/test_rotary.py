@@ -41,7 +41,9 @@ def test_misuse_is_named() -> None:
         rotary_kv_write(qkv, rope, positions, k_cache, v_cache, slots.int())
     with pytest.raises(ValueError, match="given together"):
         rotary_kv_write(qkv, rope, positions, k_cache, v_cache, slots, q_norm)
-    with pytest.raises(ValueError, match="must be contiguous"):
+    with pytest.raises(ValueError, match=r"k_norm must be contiguous, got strides \(2,\)"):
+        rotary_kv_write(qkv, rope, positions, k_cache, v_cache, slots, q_norm, torch.rand(16, 2)[:, 0])
+    with pytest.raises(ValueError, match="caches must be contiguous"):
         rotary_kv_write(qkv, rope, positions, k_cache.transpose(0, 1).contiguous().transpose(0, 1), v_cache, slots)
 
 

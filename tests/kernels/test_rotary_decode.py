@@ -46,6 +46,16 @@ def test_cpu_is_the_two_references(cache_dtype: torch.dtype | None, with_norm: b
     assert sorted(written.tolist()) == sorted(slots[slots >= 0].tolist())
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_no_rows_are_no_results(device: str) -> None:
+    rows = make_new_rows((5, 3), (4, 2, 64, 16), torch.bfloat16).to(device)
+    rows.qkv, rows.block_table, rows.context_lens = rows.qkv[:0], rows.block_table[:0], rows.context_lens[:0]
+    before = rows.to(device)
+    assert rotary_decode(*rows.inputs).shape == (0, 4, 64)
+    assert [heads.shape[:2] for heads in rotary_kv_write(*rows.rotary_inputs)] == [(0, 4), (0, 2), (0, 2)]
+    assert rows.caches_equal(before)
+
+
 def test_misuse_is_named() -> None:
     rows = make_new_rows((5, 3), (4, 2, 64, 16), torch.float32, norm_dtype=torch.float32)
     qkv, rope, k_cache, v_cache, table, lens, scale, q_norm, _, _ = rows.inputs
@@ -55,6 +65,10 @@ def test_misuse_is_named() -> None:
         rotary_decode(qkv, rope[:, :8], k_cache, v_cache, table, lens, scale)
     with pytest.raises(ValueError, match="given together"):
         rotary_decode(qkv, rope, k_cache, v_cache, table, lens, scale, q_norm)
+    with pytest.raises(ValueError, match=r"q_norm must be contiguous, got strides \(2,\)"):
+        rotary_decode(qkv, rope, k_cache, v_cache, table, lens, scale, torch.rand(64, 2)[:, 0], torch.rand(64))
+    with pytest.raises(ValueError, match="context_lens must be contiguous"):
+        rotary_decode(qkv, rope, k_cache, v_cache, table, lens.repeat_interleave(2)[::2], scale)
     with pytest.raises(ValueError, match="2 queries need"):
         rotary_decode(qkv, rope, k_cache, v_cache, table, lens[:1], scale)
     with pytest.raises(ValueError, match="must be int32"):

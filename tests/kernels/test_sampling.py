@@ -57,6 +57,17 @@ def test_draws_go_where_they_are_wanted(samples: int, start: int, device: str, t
     check_results(token_ids, results, *expected, start)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_no_rows_draw_nothing(device: str, temperature: float) -> None:
+    logits, keys, positions, _ = (tensor.to(device)[:0] for tensor in make_samples(2, 300, 2))
+    token_ids, logprobs = sample_rows(logits, keys, positions, temperature)
+    assert (token_ids.dtype, logprobs.dtype) == (torch.int64, torch.float32) and len(token_ids) == len(logprobs) == 0
+    held, results = make_results(16, device)
+    sample_rows_into(logits, keys, positions, temperature, held[5:5], results[:, 5:5])
+    assert (held == -77).all() and (results == -77).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize(

@@ -2,12 +2,23 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from qerl.nn.attention import PACKED_ATTENTION
+from qerl.nn.attention import PACKED_ATTENTION, varlen_serves
 from qerl.nn.packing import pack_batch
 
 C = 7
+
+
+@pytest.mark.parametrize("device, dtype, head_dim, served", [
+    ("cuda", torch.bfloat16, 64, True), ("cuda", torch.float16, 80, True), ("cuda", torch.bfloat16, 256, True),
+    ("cuda", torch.bfloat16, 20, False), ("cuda", torch.bfloat16, 264, False), ("cuda", torch.float32, 64, False),
+    ("cpu", torch.bfloat16, 64, False),
+])  # fmt: skip
+def test_which_queries_stay_unpadded(device: str, dtype: torch.dtype, head_dim: int, served: bool) -> None:
+    with FakeTensorMode():
+        assert varlen_serves(torch.empty(3, 4, head_dim, device=device, dtype=dtype)) == served
 
 
 def tiny_model(sliding_window: int | None = None) -> torch.nn.Module:

@@ -193,10 +193,11 @@ def test_padding_is_bounded(start: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 20])
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
-def test_cuda_matches_the_cpu(shapes: list[tuple[int, int]]) -> None:
+def test_cuda_matches_the_cpu(shapes: list[tuple[int, int]], head_dim: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    heads, kv_heads, head_dim, block_size = 8, 2, 64, 16
+    heads, kv_heads, block_size = 8, 2, 16
     blocks = [blocks_for_tokens(cached + new, block_size) for cached, new in shapes]
     chunks, taken = [], 1
     for index, ((cached, new), count) in enumerate(zip(shapes, blocks, strict=True)):

@@ -39,16 +39,16 @@ def policy(  # type: ignore[no-untyped-def]
 
 
 def largest_difference(model, outputs, temperature: float) -> float:  # type: ignore[no-untyped-def]
-    """max |engine log-prob - log-prob of the Hugging Face forward| over all sampled tokens."""
-    worst = 0.0
+    """max |engine log-prob - log-prob of the Hugging Face forward| over all sampled tokens; NaN if one is."""
+    differences = []
     for prompt, samples in zip(PROMPTS, outputs, strict=True):
         for sample in samples:
             ids = torch.tensor([prompt + sample.token_ids])
             with torch.no_grad():
                 logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
             expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
-            worst = max(worst, float((expected - torch.tensor(sample.logprobs)).abs().max()))
-    return worst
+            differences.append(expected - torch.tensor(sample.logprobs))
+    return float(torch.cat(differences).abs().max())
 
 
 def engine_for(model) -> RolloutEngine:  # type: ignore[no-untyped-def]

@@ -127,9 +127,9 @@ def _rotary(geometry: Geometry, dtype: torch.dtype, device: torch.device, batch:
 def _add_norm(hidden: int, dtype: torch.dtype, device: torch.device, batch: int) -> _Op:
     num_bytes = batch * hidden * (2 * dtype.itemsize + 8)
     copies = _copies(num_bytes, device)
+    weight, noise = torch.ones(hidden, device=device, dtype=dtype), torch.zeros(hidden, device=device)
     x = torch.randn(copies, batch, hidden, device=device).to(dtype)
     residual = torch.randn(copies, batch, hidden, device=device)
-    weight, noise = torch.ones(hidden, device=device, dtype=dtype), torch.zeros(hidden, device=device)
     found = add_rms_norm(x[0], residual[0], weight, noise, 1e-6)[0]
     expected = add_rms_norm(_few(x[0]), _few(residual[0]), weight.cpu(), noise.cpu(), 1e-6)[0]
     return _Op(

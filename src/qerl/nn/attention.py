@@ -2,7 +2,8 @@
 
 A batch is one row ``[1, T]`` of concatenated sequences; a sequence may begin with keys of an earlier one (a prompt that
 its samples share, see :mod:`qerl.nn.packing`). On CUDA the work goes to ``torch.nn.attention.varlen.varlen_attn``; on
-the CPU, where that has no kernel, sequences of a kind are laid side by side, right-padded, one SDPA call a kind.
+the CPU, in fp32, and for heads it has no kernel for, sequences of a kind are laid side by side, right-padded, one SDPA
+call a kind.
 """
 
 import inspect
@@ -49,7 +50,7 @@ class PackedSequences:
         cu_seqlens_q, cu_seqlens_k: int32 [S + 1], cumulative lengths of queries and keys.
         max_q_len, max_k_len: longest of each.
         kv_rows: int64 [Tk], packed row of each key, sequence by sequence.
-        blocks: the same for the CPU path.
+        blocks: the same for padded attention.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -135,6 +136,11 @@ def _padded_attention(
     return torch.cat(parts)
 
 
+def varlen_serves(q: torch.Tensor) -> bool:
+    """Whether :func:`varlen_attention` takes such queries [Tq, Hq, D]: what torch's kernel for CUDA is made for."""
+    return q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+
 def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -146,7 +152,7 @@ def varlen_attention(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Causal attention of packed sequences on CUDA in 16 bit, the last query of each at its last key.
+    """Causal attention of packed sequences where :func:`varlen_serves`, the last query of each at its last key.
 
     Args:
         q: [Tq, Hq, D]; k, v: [Tk, Hkv, D]; rows may be strided.
@@ -196,7 +202,7 @@ def packed_attention_forward(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
-    attend = _packed_attention if q.is_cuda and q.dtype != torch.float32 else _padded_attention
+    attend = _packed_attention if varlen_serves(q) else _padded_attention
     return attend(q, k, v, packed_sequences, scale, sliding_window)[None], None
 
 

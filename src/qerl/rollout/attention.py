@@ -3,11 +3,11 @@ gradients.
 
 The batch comes in *segments* (see ``core.Segment``), each with the cheapest right method:
 
-- decode: one query a sequence. On CUDA our Triton kernel reads the pool in place; elsewhere the blocks are
-  gathered up to the longest context and one masked SDPA runs, the heads of a KV group standing in as its
-  queries.
-- fresh: nothing is cached yet, so causal attention runs on the new K/V: packed as they are on CUDA in 16 bit, elsewhere
-  by SDPA, padded on the right (a padded row is never seen by a real one).
+- decode: one query a sequence. On CUDA our kernel reads the pool in place; elsewhere the blocks are gathered up to the
+  longest context and one masked SDPA runs, the heads of a KV group standing in as its queries.
+- fresh: nothing is cached yet, so causal attention runs on the new K/V: packed as they are by torch's kernel for CUDA
+  (16 bit; see ``nn.attention.varlen_serves``), elsewhere by SDPA, padded on the right (a padded row is never seen by a
+  real one).
 - chunk: several queries behind a cached prefix. Gather, then SDPA under an explicit mask.
 """
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from qerl.kernels.paged_attention.reference import read_blocks
-from qerl.nn.attention import varlen_attention
+from qerl.nn.attention import varlen_attention, varlen_serves
 from qerl.rollout.core import ForwardBatch, Segment
 from qerl.rollout.kv_cache import KVCache, blocks_for_tokens
 
@@ -122,7 +122,7 @@ def _fresh(
     scale: float,
 ) -> torch.Tensor:
     """q [T, Hq, D], k and v [T, Hkv, D] of sequences without cached tokens -> [T, Hq, D]."""
-    if q.is_cuda and q.dtype != torch.float32:
+    if varlen_serves(q):
         bounds = batch.cu_seqlens_q[segment.seq_start : segment.seq_end + 1] - segment.token_start
         return varlen_attention(q, k, v, bounds, bounds, segment.max_q_len, segment.max_q_len, scale)
     padded, packed = _padding(batch, segment)

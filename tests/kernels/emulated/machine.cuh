@@ -64,20 +64,6 @@ inline float __uint_as_float(uint32_t bits) {
     return bits_as<float>(bits);
 }
 
-// Rounded each: emulation.py forbids the compiler to fuse them.
-inline float __fmul_rn(float a, float b) {
-    return a * b;
-}
-inline float __fadd_rn(float a, float b) {
-    return a + b;
-}
-inline float __fsub_rn(float a, float b) {
-    return a - b;
-}
-inline float __fsqrt_rn(float x) {
-    return std::sqrt(x);
-}
-
 // A fiber runs again once `word` has changed.
 struct Wait {
     const unsigned* word = nullptr;

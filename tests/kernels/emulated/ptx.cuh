@@ -91,6 +91,19 @@ inline uint32_t e4m3_of(float value) {
 inline uint32_t pack_e4m3(float lower, float upper) {
     return e4m3_of(upper) << 8 | e4m3_of(lower);
 }
+// Rounded each: emulation.py forbids the compiler to fuse them.
+inline float __fmul_rn(float a, float b) {
+    return a * b;
+}
+inline float __fadd_rn(float a, float b) {
+    return a + b;
+}
+inline float __fsub_rn(float a, float b) {
+    return a - b;
+}
+inline float __fsqrt_rn(float x) {
+    return std::sqrt(x);
+}
 inline float divide(float x, float y) {
     return x / y;
 }

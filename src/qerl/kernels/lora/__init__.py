@@ -23,7 +23,8 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     """``x a^T`` of few rows with K split over programs, added up in a fixed order; no gradient.
 
     Args:
-        x: bf16, fp16 or fp32 [T, K]. Above `MAX_SHRINK_ROWS` (256), and on the CPU, a plain matmul.
+        x: bf16, fp16 or fp32 [T, K]. Above `MAX_SHRINK_ROWS` (256), on the CPU, and on a Hopper GPU above
+            2^21 numbers, a plain matmul.
         a: [R, K] contiguous, in the dtype of ``x``: the A factors of all members.
 
     Returns:

@@ -33,14 +33,15 @@ def paged_attention_decode(
             block_size a power of two, at least 16 on CUDA. Hq is a multiple of Hkv.
         v_cache: shape and strides of `k_cache`.
         block_table: int32 ``[S, max_blocks]``; entries past the context may hold anything.
-        context_lens: int32 ``[S]``, tokens to attend to, the newest included; at most max_blocks * block_size.
+        context_lens: int32 ``[S]`` contiguous, tokens to attend to, the newest included; at most max_blocks *
+            block_size.
         scale: factor of the scores, usually ``D ** -0.5``.
 
     Returns:
         ``[S, Hq, D]`` in the dtype of q.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes, strides or devices that do not fit.
         UnsupportedGPUError: a GPU below sm_80.
     """
     check_inputs(q, k_cache, v_cache, block_table, context_lens)
@@ -59,7 +60,7 @@ def check_inputs(
     """Refuse what :func:`paged_attention_decode` does not take.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes, strides or devices that do not fit.
     """
     if q.ndim != 3 or k_cache.ndim != 4 or v_cache.shape != k_cache.shape:
         raise ValueError(
@@ -87,6 +88,8 @@ def check_inputs(
         raise ValueError(
             f"block_table and context_lens must be int32, got {block_table.dtype} and {context_lens.dtype}"
         )
+    if not context_lens.is_contiguous():
+        raise ValueError(f"context_lens must be contiguous, got strides {context_lens.stride()}")
     if len({tensor.device for tensor in (q, k_cache, v_cache, block_table, context_lens)}) > 1:
         raise ValueError(
             f"tensors on different devices: q {q.device}, caches {k_cache.device} and {v_cache.device}, "

@@ -44,9 +44,9 @@ def rotary_decode(
         k_cache, v_cache: [blocks, block_size, Hkv, D] contiguous, in the dtype of ``qkv`` or float8_e4m3fn (rounded to
             nearest, saturating at 448). **Mutated** at the newest tokens' places.
         block_table: int32 [S, max_blocks]; entries past the context may hold anything.
-        context_lens: int32 [S], the newest token included; 0: a row that stores nothing and gives zeros.
+        context_lens: int32 [S] contiguous, the newest token included; 0: a row that stores nothing and gives zeros.
         scale: factor of the scores.
-        q_norm, k_norm: weights [D] in the dtype of ``qkv`` or fp32, both or neither.
+        q_norm, k_norm: weights [D] contiguous, in the dtype of ``qkv`` or fp32, both or neither.
         eps: of the norms.
 
     Returns:

@@ -124,7 +124,9 @@ def quant_silu_matmul(
 
     Returns:
         ``[M, N / 2]`` in the dtype of `x`. gate and up are each rounded to it as `quant_matmul` does, silu and product
-        are computed in fp32 and rounded once, as `qerl.kernels.silu_mul` does. On a Hopper GPU all of it is one launch.
+        are computed in fp32 and rounded once, as `qerl.kernels.silu_mul` does. The Hopper kernels do it in the product,
+        unless that cuts k (some weights, up to 8 rows) or goes by way of the workspace (above `PACKED_ROWS` rows
+        without LoRA); elsewhere `silu_mul` follows.
 
     Raises:
         ValueError: not two equal segments, or x is no matrix.

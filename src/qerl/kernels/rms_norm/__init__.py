@@ -55,7 +55,8 @@ def add_rms_norm(
     Args:
         x: as in `rms_norm`; no gradient may be wanted.
         residual: shape of `x`, dtype of `x` or fp32. Not modified.
-        weight, noise, eps: as in `rms_norm`.
+        weight, noise, eps: as in `rms_norm`. On a Hopper GPU the launch before this one must not write weight or noise,
+            which are read while it ends (`rms_norm` takes them from any launch).
 
     Raises:
         ValueError: as `rms_norm`; or a gradient is wanted.
@@ -101,9 +102,12 @@ def _forward_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from qerl.kernels.rms_norm import launch  # Triton comes only with CUDA builds of torch.
 
+    # A copy that is made here would be the launch before.
+    settled = residual is not None and weight.is_contiguous() and (noise is None or noise.is_contiguous())
     residual = None if residual is None else aligned_rows(residual)
+    noise = None if noise is None else noise.contiguous()
     with launch_on(x.device):
-        return launch.forward(aligned_rows(x), residual, weight.contiguous(), noise, eps)
+        return launch.forward(aligned_rows(x), residual, weight.contiguous(), noise, eps, settled)
 
 
 @_forward_op.register_fake
@@ -125,6 +129,7 @@ def _backward_op(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from qerl.kernels.rms_norm import launch  # Triton comes only with CUDA builds of torch.
 
+    noise = None if noise is None else noise.contiguous()
     with launch_on(x.device):
         return launch.backward(aligned_rows(dy), aligned_rows(x), weight.contiguous(), noise, rstd, needs_dweight)
 

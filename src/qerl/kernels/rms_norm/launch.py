@@ -22,8 +22,10 @@ def forward(
     weight: torch.Tensor,
     noise: torch.Tensor | None,
     eps: float,
+    settled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y [T, H], new residual [T, H] or an empty tensor, rstd fp32 [T])."""
+    """(y [T, H], new residual [T, H] or an empty tensor, rstd fp32 [T]). ``settled``: the launch before this one writes
+    neither weight nor noise."""
     rows, width = x.shape
     stream = x if residual is None else residual
     y = torch.empty_like(x, dtype=output_dtype(stream, weight))
@@ -35,7 +37,7 @@ def forward(
         kernels.rms_norm_forward_kernel[(rows,)](
             x, residual, weight, noise, y, new_residual, rstd, width, eps,
             HAS_RESIDUAL=residual is not None, HAS_NOISE=noise is not None, BLOCK=block, PDL=pdl,
-            num_warps=warps, launch_pdl=pdl,
+            SETTLED=settled, num_warps=warps, launch_pdl=pdl,
         )  # fmt: skip
     return y, new_residual, rstd
 

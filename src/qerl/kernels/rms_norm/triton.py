@@ -14,19 +14,24 @@ from qerl.kernels.triton import let_successor_start, round_to, wait_for_predeces
 @triton.jit
 def rms_norm_forward_kernel(
     x, residual, weight, noise, y, new_residual, rstd, H, eps,
-    HAS_RESIDUAL: tl.constexpr, HAS_NOISE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_NOISE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, SETTLED: tl.constexpr,
 ):  # fmt: skip
-    """y [T, H] and rstd fp32 [T] of x, or of x + residual rounded to the dtype of new_residual (and written to it)."""
+    """y [T, H] and rstd fp32 [T] of x, or of x + residual rounded to the dtype of new_residual (and written to it).
+
+    SETTLED: the launch before this one writes neither weight nor noise. They stream through the cache between two
+    norms, so that they come from memory: then while that launch ends.
+    """
     let_successor_start(PDL)
+    if not SETTLED:
+        wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < H
-    # Weights stream through the cache between two norms, so that these come from memory: while the kernel before ends.
-    # Weights and noise are set by torch's kernels, and the embedding is looked up by another before the first norm.
     scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     if HAS_NOISE:
         scale += tl.load(noise + column, mask=mask, other=0.0)
-    wait_for_predecessor(PDL)
+    if SETTLED:
+        wait_for_predecessor(PDL)
     value = tl.load(x + row * H + column, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         value += tl.load(residual + row * H + column, mask=mask, other=0.0).to(tl.float32)

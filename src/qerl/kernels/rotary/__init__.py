@@ -39,7 +39,7 @@ def rotary_kv_write(
             nearest, saturating at 448). **Mutated** at ``slot_mapping``.
         slot_mapping: int64 [T], block * block_size + offset; tokens with the same slot leave one of their values, those
             with a negative one none.
-        q_norm, k_norm: weights [D] in the dtype of ``qkv`` or fp32, both or neither.
+        q_norm, k_norm: weights [D] contiguous, in the dtype of ``qkv`` or fp32, both or neither.
         eps: of the norms.
 
     Returns:
@@ -104,7 +104,7 @@ def check_norms(
     """Refuse norms of heads that :func:`rotary_kv_write` does not take.
 
     Raises:
-        ValueError: one norm without the other, shapes, dtypes or devices that do not fit.
+        ValueError: one norm without the other, shapes, dtypes, devices or strides that do not fit.
     """
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm must be given together")
@@ -115,6 +115,8 @@ def check_norms(
             raise ValueError(
                 f"{name} must be [{rope.shape[1]}] in {qkv.dtype} or float32, got {weight.dtype} {list(weight.shape)}"
             )
+        if not weight.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {weight.stride()}")
         if weight.device != qkv.device:
             raise ValueError(f"qkv is on {qkv.device}, {name} on {weight.device}")
 

@@ -9,7 +9,7 @@ _E4M3_MAX = 448.0
 
 def split_heads(qkv: torch.Tensor, kv_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views q [T, Hq, D], k and v [T, Hkv, D] of qkv [T, (Hq + 2 Hkv) D]."""
-    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    heads = qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
     return heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
 
 

@@ -70,7 +70,7 @@ def invert_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tens
     rows, vocab_size = weights.shape
     if vocab_size % _CHUNK:
         weights = torch.nn.functional.pad(weights, (0, -vocab_size % _CHUNK))
-    chunked = weights.view(rows, -1, _CHUNK)
+    chunked = weights.view(rows, weights.shape[1] // _CHUNK, _CHUNK)
     chunk_ends = chunked.sum(-1).cumsum(-1)
     total = chunk_ends[:, -1]
     # u is at most 1 - 2^-53, half a unit in the last place below 1, so the rounded product stays below the total.
