@@ -80,7 +80,8 @@ def _rotary_us(
     device, kv_heads, head_dim = k.device, *k.shape[-2:]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     qkv = torch.randn(len(table), (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
-    rope = torch.rand(table.shape[1] * _BLOCK_SIZE, head_dim, device=device)
+    angles = torch.rand(table.shape[1] * _BLOCK_SIZE, head_dim // 2, device=device)
+    rope = torch.cat((angles.cos(), angles.sin()), dim=1)  # turns in place, again and again: lengths must stay
     found = rotary_decode(qkv.clone(), rope, k[0], v[0], table, lens, scale)
     places = newest_places(table, lens, _BLOCK_SIZE)
     q, _, _ = rotary_kv_write(qkv.clone(), rope, places[0], k[0], v[0], places[1])
