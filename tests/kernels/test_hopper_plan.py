@@ -217,6 +217,20 @@ def test_what_pairs_of_warps_exchange_fits_where_the_kernel_puts_it() -> None:
         assert taken == plan.groups * 4 // 2 * 2 * given * 256
 
 
+@pytest.mark.parametrize(
+    "m, k, by_kernel", [(256, 8192, True), (256, 8224, False), (257, 64, False), (76, 27648, False)]
+)
+def test_u_of_many_numbers_comes_from_cublas(m: int, k: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    monkeypatch.setattr(hopper, "kernel_launch", lambda source, name, *_: lambda *_: launched.append(source))
+    monkeypatch.setattr(hopper, "_workspace", lambda device: (torch.empty(1),) * 3)
+    monkeypatch.setattr(hopper, "multiprocessor_count", lambda index: 132)
+    x, a, u = torch.ones(m, k).bfloat16(), torch.ones(16, k).bfloat16(), torch.zeros(m, 16).bfloat16()
+    hopper.shrink_into(x, a, u)
+    assert launched == (["lora_shrink"] if by_kernel else [])
+    assert (u == (0 if by_kernel else k)).all()
+
+
 def test_the_choice_on_an_h200() -> None:
     """Pinned, so that a change of a constant is seen: what the sweep found best."""
     assert few_rows_plan(1, 37888, 3584, 132).name == "few_rows_16_2"

@@ -9,7 +9,7 @@ from emulated_products import Emulator, Result, build_products
 from kernel_cases import exact_weight, make_group, rms_ratio, rounded_once
 from test_tiles import in_tiles
 
-from qerl.kernels.quant_matmul import LoraUpdate
+from qerl.kernels.quant_matmul import LoraUpdate, hopper
 from qerl.kernels.quant_matmul.hopper_plan import FewRowsPlan, ManyRowsPlan
 
 # (rows of a tile, warpgroups, whole tiles), multiprocessors, segments, windows of k, rows, ranks.
@@ -146,3 +146,22 @@ def test_wide(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, plan, case)
     inputs = plan, product.x, product.weight, product.bias, product.lora
     wide, narrow = emulator.run(*inputs, seed=3, dtype=torch.float32), emulator.run(*inputs, seed=4)
     assert torch.equal(wide.y[:-1].bfloat16(), narrow.y[:-1])
+
+
+@pytest.mark.parametrize("ranks", [None, (8, 0, 32)], ids=["plain", "lora"])
+def test_blocks_of_rows(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...] | None) -> None:
+    """More rows than a launch takes: u is made once, for all of them."""
+    pytest.importorskip("triton")
+    from qerl.kernels.quant_matmul import paths
+
+    Emulator(library, 5, monkeypatch)
+    monkeypatch.setattr(paths, "MANY_ROWS", 40)
+    shrunk, shrink_into = [], hopper.shrink_into
+    monkeypatch.setattr(hopper, "shrink_into", lambda x, a, u: (shrunk.append(len(x)), shrink_into(x, a, u)))
+    product = Product((48, 16, 240), 5, 100, ranks, plain=False)
+    inputs = product.x, product.weight, product.bias
+    y, u = paths.lora_matmul(*inputs, product.lora) if ranks else (paths.matmul(*inputs), None)
+    product.check(
+        Result(*(None if t is None else torch.nn.functional.pad(t, (0, 0, 0, 1), value=math.nan) for t in (y, u)))
+    )
+    assert shrunk == ([100] if ranks else [])

@@ -1,13 +1,15 @@
 """SiLU-mul in the epilogue of gate and up: the CUDA C++ as it is written, on a CPU (as test_products_emulated.py)."""
 
 import ctypes
+import math
 
 import pytest
 import torch
-from emulated_products import Emulator, build_products
+from emulated_products import Emulator, Result, build_products
 from kernel_cases import rms_ratio
 from test_products_emulated import Product
 
+from qerl.kernels.quant_matmul import hopper
 from qerl.kernels.quant_matmul.hopper_plan import FewRowsPlan, ManyRowsPlan
 
 # A sum that falls to the other side of the middle between two bf16 numbers is off by 0.4 %, and fewer than one in fifty
@@ -78,3 +80,24 @@ def test_gate_and_up(
     for seed in range(1, 4):
         again = emulator.run(*inputs, seed=seed)
         assert torch.equal(again.y[:-1], first.y[:-1])
+
+
+def test_blocks_of_rows(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than a launch takes; where one of them has no kernel, nothing is launched before that is known."""
+    pytest.importorskip("triton")
+    from qerl.kernels.quant_matmul import paths
+
+    Emulator(library, 5, monkeypatch)
+    monkeypatch.setattr(paths, "MANY_ROWS", 40)
+    product = Product((80, 80), 5, 100, (8, 32), plain=False)
+    h = paths.silu_matmul(product.x, product.weight, product.bias, product.lora)
+    u = torch.nn.functional.pad(
+        product.x.double() @ product.lora.a.double().t(), (0, 0, 0, 1), value=math.nan
+    ).bfloat16()
+    gate, up = product.expected(Result(h, u)).bfloat16().double().chunk(2, dim=1)
+    assert rms_ratio(h, (torch.nn.functional.silu(gate) * up).bfloat16()) <= _BOUND
+    apart = torch.zeros(100, 80)
+    monkeypatch.setattr(hopper, "silu_plan", lambda *shape: None)
+    monkeypatch.setattr(paths, "lora_matmul", lambda *inputs: (torch.ones(100, 160), None))
+    monkeypatch.setattr(paths.silu_mul, "forward", lambda gate_up: apart)
+    assert paths.silu_matmul(product.x, product.weight, product.bias, product.lora) is apart

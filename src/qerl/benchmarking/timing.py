@@ -11,8 +11,8 @@ import torch
 BYTES_PAST_CACHE = 260e6
 # One replay of a graph is measured at least this often, and on until the time below is spent.
 _MIN_REPLAYS, _MAX_REPLAYS, _BUDGET_US = 5, 15, 40e3
-# The device is kept busy so long before a measured replay: a launch to an idle device takes 10 to 25 us to get there,
-# which would be counted. Where a replay takes this many times longer, it does not matter.
+# The device is kept busy so long before a measured replay: what a launch takes to reach an idle device (some 10 to 25
+# us, docs/log.md) would be counted. Where a replay takes this many times longer, it does not matter.
 _BUSY_US, _NEGLIGIBLE = 200.0, 25
 
 

@@ -12,7 +12,6 @@ from qerl.kernels.cuda import DISABLE_VARIABLE, Launch, load_kernel, load_module
 from qerl.kernels.device import dependent_launch, multiprocessor_count
 from qerl.kernels.quant_matmul.hopper_plan import (
     COUNTERS,
-    FEW_ROWS,
     LORA_BYTES,
     LORA_COUNTERS,
     LORA_WARPS_FEW,
@@ -20,8 +19,7 @@ from qerl.kernels.quant_matmul.hopper_plan import (
     FewRowsPlan,
     ManyRowsPlan,
     all_many_rows_plans,
-    few_rows_plan,
-    many_rows_plan,
+    product_plan,
     shrink_plan,
     silu_plan,
     workspace_bytes,
@@ -118,42 +116,13 @@ def _is_supported(index: int) -> bool:
     return True
 
 
-def matmul_into(
-    x: torch.Tensor,
-    weight: GroupWeight,
-    bias: torch.Tensor | None,
-    y: torch.Tensor,
-    lora: LoraUpdate | None = None,
-    u: torch.Tensor | None = None,
-    u_is_made: bool = False,
-) -> None:
-    """``x`` bf16 [M, K] contiguous, 1 <= M <= `MANY_ROWS`, into `y` bf16 or fp32 [M, N] and, with LoRA, `u` bf16 [M, R]
-    (both contiguous and mutated, `u` unless it `u_is_made` already); weights in tiles."""
-    shape = _plan_shape(x, weight)
-    plan = few_rows_plan(*shape) if x.shape[0] <= FEW_ROWS else None
-    run(plan or many_rows_plan(*shape), x, weight, bias, lora, y, u, u_is_made)
+def plan_for(m: int, weight: GroupWeight, silu: bool = False) -> FewRowsPlan | ManyRowsPlan | None:
+    """The kernel for 1 <= `m` <= `MANY_ROWS` rows of x and `weight`, in tiles.
 
-
-def silu_matmul_into(
-    x: torch.Tensor,
-    weight: GroupWeight,
-    bias: torch.Tensor | None,
-    y: torch.Tensor,
-    lora: LoraUpdate | None = None,
-    u: torch.Tensor | None = None,
-    u_is_made: bool = False,
-) -> bool:
-    """As `matmul_into`, with ``silu(gate) * up`` of the two equal segments of the weight in `y` bf16 [M, N / 2]; False
-    where no kernel does both, and nothing was written."""
-    plan = silu_plan(*_plan_shape(x, weight))
-    if plan is None:
-        return False
-    run(plan, x, weight, bias, lora, y, u, u_is_made)
-    return True
-
-
-def _plan_shape(x: torch.Tensor, weight: GroupWeight) -> tuple[int, int, int, int]:
-    return x.shape[0], weight.out_features, weight.in_features, multiprocessor_count(x.device.index)
+    With `silu` one that stores silu(gate) * up of its two equal segments, or None where none does.
+    """
+    shape = m, weight.out_features, weight.in_features, multiprocessor_count(weight.device.index)
+    return silu_plan(*shape) if silu else product_plan(*shape)
 
 
 def run(
@@ -166,8 +135,11 @@ def run(
     u: torch.Tensor | None = None,
     u_is_made: bool = False,
 ) -> None:
-    """Launch the kernel of `plan` into `y` [M, N] bf16 or fp32 (of a plan with SiLU: [M, N / 2] bf16) and, with LoRA,
-    `u` bf16 [M, R] (both mutated; see `matmul_into`)."""
+    """Launch the kernel of `plan`, which is for the rows of `x`, bf16 [M, K] contiguous.
+
+    `y` [M, N] bf16 or fp32 (of a plan with SiLU: [M, N / 2] bf16) and, with LoRA, `u` bf16 [M, R] are contiguous and
+    mutated, `u` unless it `u_is_made` already.
+    """
     launch = run_few_rows if isinstance(plan, FewRowsPlan) else run_many_rows
     launch(plan, x, weight, bias, lora, y, u, u_is_made)
 

@@ -270,13 +270,19 @@ def many_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> ManyRowsPlan
     return min(plans, key=lambda plan: plan.cost(m, n, k, multiprocessors))
 
 
+def product_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan | ManyRowsPlan:
+    """The kernel of a product of `m` rows."""
+    plan = few_rows_plan(m, n, k, multiprocessors) if m <= FEW_ROWS else None
+    return plan or many_rows_plan(m, n, k, multiprocessors)
+
+
 @cache
 def silu_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan | ManyRowsPlan | None:
-    """Where gate and up, `n` rows together, are multiplied in the product's epilogue; None: it would cut k."""
-    plan = few_rows_plan(m, n, k, multiprocessors) if m <= FEW_ROWS else None
-    if plan is None:
-        return replace(many_rows_plan(m, n, k, multiprocessors), silu=True)
-    plan = replace(plan, silu=True)
+    """Where gate and up, `n` rows together, are multiplied in the product's epilogue; None: it would cut k, or pairs of
+    tiles do not fit."""
+    plan = replace(product_plan(m, n, k, multiprocessors), silu=True)
+    if isinstance(plan, ManyRowsPlan):
+        return plan
     return plan if plan.slices == 1 and plan.shared_bytes(m, n, k, multiprocessors) <= SHARED_BYTES else None
 
 

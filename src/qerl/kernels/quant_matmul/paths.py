@@ -17,7 +17,7 @@ from qerl.kernels.device import multiprocessor_count
 from qerl.kernels.quant_matmul import hopper, hopper_grad, launch
 from qerl.kernels.quant_matmul.config import FEW_ROWS, few_rows_config
 from qerl.kernels.quant_matmul.hopper_grad_plan import GRAD_ROWS
-from qerl.kernels.quant_matmul.hopper_plan import MANY_ROWS, PACKED_ROWS
+from qerl.kernels.quant_matmul.hopper_plan import MANY_ROWS, PACKED_ROWS, FewRowsPlan, ManyRowsPlan
 from qerl.kernels.quant_matmul.reference import lora_update
 from qerl.kernels.quant_matmul.weight import GroupWeight, LoraUpdate
 from qerl.kernels.quant_matmul.workspace import workspace
@@ -36,8 +36,7 @@ def matmul(
         return x.new_empty(0, weight.out_features, dtype=out_dtype)
     if weight.layout == "tiles" and x.dtype == torch.bfloat16 and m <= PACKED_ROWS:
         y = x.new_empty(m, weight.out_features, dtype=out_dtype)
-        for rows in _row_blocks(m, MANY_ROWS):
-            hopper.matmul_into(x[rows], weight, bias, y[rows])
+        _run(_planned_blocks(m, weight), x, weight, bias, None, y)
         return y
     if weight.layout == "rows" and x.dtype == torch.bfloat16 and m <= FEW_ROWS:
         units = multiprocessor_count(x.device.index)
@@ -60,10 +59,7 @@ def lora_matmul(
     out_dtype = out_dtype or x.dtype
     if weight.layout == "tiles" and x.dtype == torch.bfloat16:
         y = x.new_empty(x.shape[0], weight.out_features, dtype=out_dtype)
-        u, is_made = _space_for_u(x, lora)
-        for rows in _row_blocks(x.shape[0], MANY_ROWS):
-            hopper.matmul_into(x[rows], weight, bias, y[rows], lora, u[rows], is_made)
-        return y, u
+        return y, _run(_planned_blocks(x.shape[0], weight), x, weight, bias, lora, y)
     u = x @ lora.a.t()
     return matmul(x, weight, bias, torch.float32).add_(lora_update(weight, lora, u)).to(out_dtype), u
 
@@ -72,25 +68,46 @@ def silu_matmul(
     x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | None, lora: LoraUpdate | None
 ) -> torch.Tensor:
     """``silu(gate) * up`` of the product [gate | up] as `matmul` and `lora_matmul` round it: [M, N / 2] as `x`."""
-    m = x.shape[0]
-    if weight.layout == "tiles" and x.dtype == torch.bfloat16 and m and (m <= PACKED_ROWS or lora is not None):
-        y = x.new_empty(m, weight.out_features // 2)
-        u, is_made = (None, False) if lora is None else _space_for_u(x, lora)
-        if all(
-            hopper.silu_matmul_into(x[rows], weight, bias, y[rows], lora, None if u is None else u[rows], is_made)
-            for rows in _row_blocks(m, MANY_ROWS)
-        ):
+    m, packed = x.shape[0], weight.layout == "tiles" and x.dtype == torch.bfloat16
+    if packed and (m <= PACKED_ROWS or lora is not None):
+        blocks = _planned_blocks(m, weight, silu=True)
+        if all(plan is not None for _, plan in blocks):
+            y = x.new_empty(m, weight.out_features // 2)
+            _run(blocks, x, weight, bias, lora, y)
             return y
     return silu_mul.forward(matmul(x, weight, bias) if lora is None else lora_matmul(x, weight, bias, lora)[0])
 
 
-def _space_for_u(x: torch.Tensor, lora: LoraUpdate) -> tuple[torch.Tensor, bool]:
-    """u [M, R] and whether it holds ``x a^T``: that of several blocks of rows is made at once, before them."""
-    u = x.new_empty(x.shape[0], lora.a.shape[0])
-    if x.shape[0] <= MANY_ROWS:
-        return u, False
-    hopper.shrink_into(x, lora.a, u)
-    return u, True
+# Rows of x and the kernel for them, or None where there is none.
+_Blocks = list[tuple[slice, FewRowsPlan | ManyRowsPlan | None]]
+
+
+def _planned_blocks(m: int, weight: GroupWeight, silu: bool = False) -> _Blocks:
+    """Launches that multiply `m` rows by weights in tiles."""
+    blocks = _row_blocks(m, MANY_ROWS)
+    return [(rows, hopper.plan_for(rows.stop - rows.start, weight, silu)) for rows in blocks]
+
+
+def _run(
+    blocks: _Blocks,
+    x: torch.Tensor,
+    weight: GroupWeight,
+    bias: torch.Tensor | None,
+    lora: LoraUpdate | None,
+    y: torch.Tensor,
+) -> torch.Tensor | None:
+    """Launch `blocks` into `y` (mutated); returns u [M, R] with LoRA. That of several blocks is made at once, before
+    them."""
+    if lora is None:
+        for rows, plan in blocks:
+            hopper.run(plan, x[rows], weight, bias, None, y[rows])
+        return None
+    u, at_once = x.new_empty(x.shape[0], lora.a.shape[0]), len(blocks) > 1
+    if at_once:
+        hopper.shrink_into(x, lora.a, u)
+    for rows, plan in blocks:
+        hopper.run(plan, x[rows], weight, bias, lora, y[rows], u[rows], at_once)
+    return u
 
 
 def _row_blocks(m: int, most: int) -> Iterator[slice]:
