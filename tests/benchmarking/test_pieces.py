@@ -14,7 +14,8 @@ from qerl.benchmarking.kernels import measure_attention, measure_quantizer
 from qerl.benchmarking.lengths import lognormal_lengths
 from qerl.benchmarking.linears import check_group, dequantized
 from qerl.benchmarking.results import OtherMachineError, ResultFile
-from qerl.benchmarking.timing import CheckFailedError, median_us, replays_ahead, rms_ratio, rotation
+from qerl.benchmarking.run_kernels import sums
+from qerl.benchmarking.timing import CheckFailedError, median_us, repeats_in_graph, replays_ahead, rms_ratio, rotation
 from qerl.nn.random_weights import random_group
 
 CPU = torch.device("cpu")
@@ -141,3 +142,25 @@ def test_rows_of_the_same_work_are_replaced_and_others_kept(tmp_path: Path) -> N
 def test_a_measured_replay_finds_the_device_busy() -> None:
     """Short ones stand behind 200 us of others; to long ones the 10 to 25 us of a launch are nothing."""
     assert [replays_ahead(us) for us in (3.0, 60.0, 150.0, 200.0, 4000.0, 6000.0)] == [67, 4, 2, 1, 1, 0]
+
+
+def test_a_measured_graph_is_long_against_the_gap_between_two() -> None:
+    assert [repeats_in_graph(us) for us in (3.0, 60.0, 999.0, 1000.0, 6000.0)] == [334, 17, 2, 1, 1]
+
+
+def test_sums_keep_ranks_apart_and_the_last_of_a_linear() -> None:
+    def row(layer: str, rank: int, us: float) -> dict[str, object]:
+        return {
+            "model": "7B",
+            "layer": layer,
+            "M": 8,
+            "lora_rank": rank,
+            "us": us,
+            "bf16_us": 2 * us,
+            "roofline_us": 1.0,
+        }
+
+    rows = [row("o", 0, 9.0), row("o", 0, 5.0), row("qkv", 0, 3.0), row("o", 32, 7.0), row("fused", 0, 99.0)]
+    plain, lora = sums(rows)
+    assert "sum of 2 M=8" in plain and " 8.0 us" in plain and "16.0 us (2.00x)" in plain
+    assert "sum of 1 rank 32 M=8" in lora and " 7.0 us" in lora

@@ -14,7 +14,8 @@ from qerl.kernels.quant_matmul.hopper_plan import LORA_BYTES, FewRowsPlan, ManyR
 
 SOURCES = Path(hopper.__file__).parent / "cuda"
 HEADERS = tuple(
-    f"{name}.cuh" for name in ("tiles", "wgmma", "shrink", "stream_k", "silu", "u_part", "few_rows", "many_rows")
+    f"{name}.cuh"
+    for name in ("tiles", "wgmma", "shrink", "stream_k", "cluster_tile", "silu", "u_part", "few_rows", "many_rows")
 )
 _COUNTERS = hopper.COUNTERS + hopper.LORA_COUNTERS
 
@@ -62,9 +63,11 @@ class Emulator:
         shared: int,
         device: None,
         macro: str | None = None,
+        cluster: int = 1,
     ) -> Callable[..., None]:
         entry = ctypes.cast(getattr(self.library, name), ctypes.c_void_p)
-        cluster = 2 if "_pair" in name else 1
+        if "_pair" in name:
+            cluster = 2
 
         def launch(params: ctypes.Structure, *maps: ctypes.Array) -> None:
             joined = (ctypes.c_uint64 * (16 * len(maps)))(*(word for words in maps for word in words))

@@ -23,7 +23,7 @@ from qerl.kernels.quant_matmul import (
     to_tiles,
     workspace_bytes,
 )
-from qerl.kernels.quant_matmul.hopper_plan import SHARED_BYTES, FewRowsPlan, all_many_rows_plans
+from qerl.kernels.quant_matmul.hopper_plan import SHARED_BYTES, FewRowsPlan, ManyRowsPlan, all_many_rows_plans
 from qerl.kernels.rms_norm import add_rms_norm, rms_norm
 from qerl.nn.random_weights import random_packed
 
@@ -121,7 +121,13 @@ def _plans() -> list:
     return few + [FewRowsPlan(w, s, True) for w in (8, 12) for s in (1, 4)] + all_many_rows_plans()
 
 
-@pytest.mark.parametrize("plan", _plans(), ids=lambda p: f"{p.name}-{getattr(p, 'slices', getattr(p, 'whole', None))}")
+def _id(plan: FewRowsPlan | ManyRowsPlan) -> str:
+    if isinstance(plan, FewRowsPlan):
+        return f"{plan.name}-{plan.slices}"
+    return f"{plan.name}-{plan.cluster if plan.whole else 'shared'}"
+
+
+@pytest.mark.parametrize("plan", _plans(), ids=_id)
 @pytest.mark.usefixtures("poisoned_memory")
 def test_every_kernel(weight: tuple[GroupWeight, torch.Tensor], plan) -> None:  # type: ignore[no-untyped-def]
     packed, exact = weight
@@ -131,6 +137,9 @@ def test_every_kernel(weight: tuple[GroupWeight, torch.Tensor], plan) -> None:  
     for m in rows:
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         if few and (plan.slices > k // 64 or plan.shared_bytes(m, n, k, sms) > SHARED_BYTES):
+            continue
+        if not few and not plan.fits(m, n, k, sms):
+            assert plan.cluster > k // (64 * plan.unit)
             continue
         run = hopper.run_few_rows if few else hopper.run_many_rows
         x = torch.randn(m, k, device="cuda").bfloat16()

@@ -185,7 +185,9 @@ def test_every_shape_of_tile_is_compiled() -> None:
     for source, result in itertools.product(("few_rows", "many_rows"), ("wide", "silu")):  # the same with other results
         assert {f"{name}_{result}" for name in entry_points(f"{source}.cu")} == entry_points(f"{source}_{result}.cu")
     for plan in all_many_rows_plans():
-        assert plan.shared_bytes < dataclasses.replace(plan, silu=True).shared_bytes <= SHARED_BYTES
+        assert plan.shared_bytes <= SHARED_BYTES
+        if plan.cluster == 1:
+            assert plan.shared_bytes < dataclasses.replace(plan, silu=True).shared_bytes <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("sms", SMS)
@@ -195,7 +197,7 @@ def test_plans_of_gate_and_up(n: int, k: int, sms: int) -> None:
     for m in (1, 2, 7, 8, 9, 16, 100, 256, 2048):
         plan, plain = silu_plan(m, n, k, sms), few_rows_plan(m, n, k, sms) if m <= FEW_ROWS else None
         if plain is None:
-            assert plan == dataclasses.replace(many_rows_plan(m, n, k, sms), silu=True)
+            assert plan == dataclasses.replace(many_rows_plan(m, n, k, sms, clusters=False), silu=True)
         elif plan is None:  # k is cut, or whole pairs are one tile too many for shared memory
             unlike = dataclasses.replace(plain, silu=True)
             assert plain.slices > 1 or unlike.shared_bytes(m, n, k, sms) > SHARED_BYTES
@@ -211,7 +213,7 @@ def test_plans_of_gate_and_up(n: int, k: int, sms: int) -> None:
 def test_what_pairs_of_warps_exchange_fits_where_the_kernel_puts_it() -> None:
     """2 GIVEN blocks of 256 bytes for each of WARPS / 2 pairs, behind the sums of u."""
     assert "GIVEN = TOKENS == 256 ? 2 : TOKENS / 16;" in (SOURCES / "silu.cuh").read_text()
-    for plan in all_many_rows_plans():
+    for plan in (plan for plan in all_many_rows_plans() if plan.cluster == 1):
         given = 2 if plan.tokens == 256 else plan.tokens // 16
         taken = dataclasses.replace(plan, silu=True).shared_bytes - plan.shared_bytes
         assert taken == plan.groups * 4 // 2 * 2 * given * 256

@@ -39,6 +39,17 @@ _MANY = [
     ((64, 2, False), 3, (304, 16), 3, 130, None),
     ((128, 3, False), 5, (16, 400), 9, 130, None),
     ((16, 3, True), 2, (16,), 1, 1, (8,)),
+    # Clusters: shares of two token blocks for three and four, a tile without channels of its last warps.
+    ((16, 2, True, False, 3), 9, (48, 16, 240), 61, 19, (144, 0, 72)),
+    ((16, 3, True, False, 4), 4, (80, 48), 45, 9, (8, 72)),
+    ((32, 2, True, False, 2), 8, (272,), 37, 35, None),
+    ((32, 3, True, False, 3), 6, (80, 48, 32), 49, 33, (8, 72, 144)),
+    ((64, 2, True, False, 4), 8, (144,), 30, 67, (32,)),
+    ((64, 3, True, False, 2), 8, (208, 16), 33, 67, (72, 0)),
+    ((128, 2, True, False, 3), 6, (48, 16, 80), 25, 100, (144, 0, 72)),
+    ((128, 3, True, False, 2), 4, (80, 48, 32), 5, 131, (8, 32, 72)),
+    ((256, 2, True, False, 3), 6, (48, 16, 80), 9, 255, (144, 0, 72)),
+    ((256, 2, True, False, 4), 4, (48, 16, 16), 7, 200, None),
 ]
 # (warps, parts of k, pairs of blocks), as above.
 _FEW = [
@@ -125,7 +136,7 @@ def test_products(
     library: ctypes.CDLL,
     monkeypatch: pytest.MonkeyPatch,
     kind: type[FewRowsPlan] | type[ManyRowsPlan],
-    plan: tuple[int, int, bool],
+    plan: tuple[int | bool, ...],
     multiprocessors: int,
     segments: tuple[int, ...],
     windows: int,
@@ -137,7 +148,15 @@ def test_products(
     _check_turns(emulator, kind(*plan), product, torch.bfloat16, turns=4)
 
 
-@pytest.mark.parametrize("plan, case", [(ManyRowsPlan(64, 2, False), _MANY[8]), (FewRowsPlan(8), _FEW[0])], ids=str)
+@pytest.mark.parametrize(
+    "plan, case",
+    [
+        (ManyRowsPlan(64, 2, False), _MANY[8]),
+        (ManyRowsPlan(64, 2, True, cluster=3), _MANY[8]),
+        (FewRowsPlan(8), _FEW[0]),
+    ],
+    ids=str,
+)
 def test_wide(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, plan, case) -> None:  # type: ignore[no-untyped-def]
     """The fp32 result of the same sums."""
     product = Product(*case[2:], plain=False)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from qerl.benchmarking.ceilings import Ceilings
 from qerl.benchmarking.geometry import Geometry
 from qerl.benchmarking.results import Row
-from qerl.benchmarking.timing import CheckFailedError, median_us, rms_ratio, rotation
+from qerl.benchmarking.timing import CheckFailedError, Timed, median_us, medians_us, rms_ratio, rotation
 from qerl.formats.base import get_format
 from qerl.kernels.quant_matmul import FEW_ROWS, hopper_grad, hopper_plan, quant_matmul_dx
 from qerl.kernels.silu_mul import silu_mul
@@ -114,26 +114,33 @@ def _linear_row(
     if m >= MANY_ROWS:
         groups, packed, dense = (copies[:COPIES_AT_MANY_ROWS] for copies in (groups, packed, dense))
     x = torch.randn(m, k, device=device, dtype=dtype)
-    us = median_us(lambda i: packed[i](x), len(packed), device)
-    bf16 = median_us(lambda i: F.linear(x, dense[i]), len(dense), device)
-    row = _row(geometry, layer, bench, m, us, bf16, _floor_us(ceilings, [group], bench.lora_rank, m))
+    works = {
+        "us": Timed(lambda i: packed[i](x), len(packed)),
+        "bf16_us": Timed(lambda i: F.linear(x, dense[i]), len(dense)),
+    }
+    if layer == "gate_up":
+        works |= _silu_works(groups, packed, x)
+    with_dx = m >= bench.dx_from and group.format != "bf16"
+    if with_dx:
+        dy = torch.randn(m, n, device=device, dtype=dtype)
+        weights = [g.group_weight() for g in groups]
+        works["dx_us"] = Timed(lambda i: quant_matmul_dx(dy, weights[i]), len(weights))
+        works["dx_bf16_us"] = Timed(lambda i: dy @ dense[i], len(dense))
+    times = dict(zip(works, medians_us(list(works.values()), device), strict=True))
+    floor = _floor_us(ceilings, [group], bench.lora_rank, m)
+    row = _row(geometry, layer, bench, m, times.pop("us"), times.pop("bf16_us"), floor)
     row["path"] = path_of(group, m, device, bench.lora_rank)
+    row |= {name: round(us, 2) for name, us in times.items()}
+    if with_dx:
+        row["dx_path"] = dx_path_of(group, device)
     bnb = bitsandbytes_us(dense, x)
     if bnb is not None:
         row["bitsandbytes_nf4_us"] = round(bnb, 2)
-    if layer == "gate_up":
-        row |= _silu_row(groups, packed, x)
-    if m >= bench.dx_from and group.format != "bf16":
-        dy = torch.randn(m, n, device=device, dtype=dtype)
-        weights = [g.group_weight() for g in groups]
-        row["dx_us"] = round(median_us(lambda i: quant_matmul_dx(dy, weights[i]), len(weights), device), 2)
-        row["dx_path"] = dx_path_of(groups[0], device)
-        row["dx_bf16_us"] = round(median_us(lambda i: dy @ dense[i], len(dense), device), 2)
     return row
 
 
-def _silu_row(groups: list[WeightGroup], packed: list[Forward], x: torch.Tensor) -> Row:
-    """Times of gate_up and SiLU-mul as the engine calls them, and one after the other.
+def _silu_works(groups: list[WeightGroup], packed: list[Forward], x: torch.Tensor) -> dict[str, Timed]:
+    """gate_up and SiLU-mul as the engine calls them, and one after the other.
 
     Raises:
         CheckFailedError: the two differ by more than sums in another order do.
@@ -145,9 +152,10 @@ def _silu_row(groups: list[WeightGroup], packed: list[Forward], x: torch.Tensor)
     error, limit = rms_ratio(both[0](x), silu_mul(packed[0](x))), ROUNDING[x.dtype]
     if not error <= limit:
         raise CheckFailedError(f"gate_up with SiLU-mul, M={len(x)}: error {error:.6f}, allowed {limit}")
-    us = median_us(lambda i: both[i](x), len(both), x.device)
-    apart = median_us(lambda i: silu_mul(packed[i](x)), len(packed), x.device)
-    return {"silu_us": round(us, 2), "silu_apart_us": round(apart, 2)}
+    return {
+        "silu_us": Timed(lambda i: both[i](x), len(both)),
+        "silu_apart_us": Timed(lambda i: silu_mul(packed[i](x)), len(packed)),
+    }
 
 
 def _measure_chain(
@@ -174,8 +182,8 @@ def _measure_chain(
             for (_, forward), x in zip(layer, inputs, strict=True):
                 forward(x)
 
-        us = median_us(lambda i, run=run: run(packed[i]), len(packed), device)
-        bf16 = median_us(lambda i, run=run: run(dense[i]), len(dense), device)
+        works = [Timed(lambda i, run=run, made=made: run(made[i]), len(made)) for made in (packed, dense)]
+        us, bf16 = medians_us(works, device)
         floor = sum(_floor_us(ceilings, [group], bench.lora_rank, m) for group, _ in packed[0])
         row = _row(geometry, ALL_FOUR, bench, m, us, bf16, floor)
         on_row(row | {"path": path_of(packed[0][0][0], m, device, bench.lora_rank)})

@@ -113,14 +113,15 @@ def describe(part: str, row: Row) -> str:
 
 
 def sums(rows: list[Row]) -> list[str]:
-    """Sum of the four linears of a layer, for each model and M."""
+    """Sum of the four linears of a layer, for each model, rank of LoRA and M; of a linear measured again, the last."""
     lines = []
     single = [row for row in rows if row["layer"] != "fused"]
-    for model, m in dict.fromkeys((row["model"], row["M"]) for row in single):
-        part = [row for row in single if (row["model"], row["M"]) == (model, m)]
+    for model, rank, m in dict.fromkeys((row["model"], row["lora_rank"], row["M"]) for row in single):
+        part = {r["layer"]: r for r in single if (r["model"], r["lora_rank"], r["M"]) == (model, rank, m)}.values()
         us, bf16, floor = (sum(row[key] for row in part) for key in ("us", "bf16_us", "roofline_us"))
+        lora = f" rank {rank}" if rank else ""
         lines.append(
-            f"{model:8} sum of {len(part)} M={m:<5} {us:9.1f} us, {100 * floor / us:5.1f} % of the roofline, bf16 "
-            f"{bf16:9.1f} us ({bf16 / us:.2f}x)"
+            f"{model:8} sum of {len(part)}{lora} M={m:<5} {us:9.1f} us, {100 * floor / us:5.1f} % of the roofline, "
+            f"bf16 {bf16:9.1f} us ({bf16 / us:.2f}x)"
         )
     return lines

@@ -3,7 +3,8 @@
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,6 +15,9 @@ _MIN_REPLAYS, _MAX_REPLAYS, _BUDGET_US = 5, 15, 40e3
 # The device is kept busy so long before a measured replay: what a launch takes to reach an idle device (some 10 to 25
 # us, docs/log.md) would be counted. Where a replay takes this many times longer, it does not matter.
 _BUSY_US, _NEGLIGIBLE = 200.0, 25
+# A measured graph takes at least so long: between the end of one graph and the first kernel of the next some 10 us
+# pass, which no kernel inside a step pays.
+_PASS_US = 1000.0
 
 
 class CheckFailedError(ValueError):
@@ -30,28 +34,73 @@ def rotation(num_bytes: float, device: torch.device, most: int = 128) -> int:
     return min(most, max(1, round(BYTES_PAST_CACHE / num_bytes + 0.5)))
 
 
-def median_us(call: Callable[[int], object], copies: int, device: torch.device) -> float:
-    """Median time in microseconds of one ``call(i)``, i = 0 .. copies - 1, over repeated passes.
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Work to time: ``call(i)``, i = 0 .. ``copies`` - 1, walks through operands that together outgrow the cache."""
 
-    On CUDA a pass is the replay of a graph behind other replays, so launches cost what they cost in a captured decode
-    step. Every call runs once before capture: kernels are compiled then, and what a weight prepares at its first use
-    may wait for the host, which a capture must not. On the CPU a pass is a plain loop.
+    call: Callable[[int], object]
+    copies: int
+
+
+def median_us(call: Callable[[int], object], copies: int, device: torch.device) -> float:
+    """Median time in microseconds of one ``call(i)``; see :func:`medians_us`."""
+    return medians_us([Timed(call, copies)], device)[0]
+
+
+def medians_us(works: Sequence[Timed], device: torch.device) -> list[float]:
+    """Median time in microseconds of one call of each of ``works``, measured in turns.
+
+    What heats a GPU slows what comes after it (10 % in products of many rows), so works that are compared take turns.
+    On CUDA a turn is the replay of a graph behind other replays; the graph repeats the copies until one replay takes
+    ``_PASS_US``, so launches cost what they cost in a captured decode step, and the gap between two graphs is shared by
+    many. Every call runs once before capture: kernels are compiled then, and what a weight prepares at its first use
+    may wait for the host, which a capture must not. On the CPU a turn is a plain loop.
     """
     if device.type != "cuda":
-        return _median_cpu_us(call, copies)
-    for index in range(copies):
-        call(index)
+        return [_median_cpu_us(work.call, work.copies) for work in works]
+    passes = [_capture(work, device) for work in works]
+    times: list[list[float]] = [[] for _ in works]
+    while not all(_measured(taken) for taken in times):
+        for one, taken in zip(passes, times, strict=True):
+            if not _measured(taken):
+                taken.append(_replay_us(one.graph, one.ahead))
+    return [statistics.median(taken) / one.calls for one, taken in zip(passes, times, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A captured graph of ``calls`` calls, and how many replays keep the device busy before a measured one."""
+
+    graph: torch.cuda.CUDAGraph
+    calls: int
+    ahead: int
+
+
+def _capture(work: Timed, device: torch.device) -> _Pass:
+    for index in range(work.copies):
+        work.call(index)
+    graph = _graph(work, 1, device)
+    graph.replay()
+    once = _replay_us(graph, 0)
+    repeats = repeats_in_graph(once)
+    if repeats > 1:
+        graph = _graph(work, repeats, device)
+        graph.replay()
+    return _Pass(graph, repeats * work.copies, replays_ahead(repeats * once))
+
+
+def _graph(work: Timed, repeats: int, device: torch.device) -> torch.cuda.CUDAGraph:
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for index in range(copies):
-            call(index)
-    graph.replay()
-    ahead = replays_ahead(_replay_us(graph, 0))
-    times: list[float] = []
-    while len(times) < _MAX_REPLAYS and (len(times) < _MIN_REPLAYS or sum(times) < _BUDGET_US):
-        times.append(_replay_us(graph, ahead))
-    return statistics.median(times) / copies
+        for _ in range(repeats):
+            for index in range(work.copies):
+                work.call(index)
+    return graph
+
+
+def _measured(times: list[float]) -> bool:
+    return len(times) >= _MAX_REPLAYS or (len(times) >= _MIN_REPLAYS and sum(times) >= _BUDGET_US)
 
 
 def _replay_us(graph: torch.cuda.CUDAGraph, ahead: int) -> float:
@@ -64,6 +113,11 @@ def _replay_us(graph: torch.cuda.CUDAGraph, ahead: int) -> float:
     end.record()
     end.synchronize()
     return 1e3 * start.elapsed_time(end)
+
+
+def repeats_in_graph(pass_us: float) -> int:
+    """How often a graph holds a pass over the copies that takes ``pass_us``."""
+    return max(1, math.ceil(_PASS_US / pass_us))
 
 
 def replays_ahead(replay_us: float) -> int:

@@ -158,10 +158,16 @@ class Launch:
         shared_bytes: dynamic shared memory a block.
         overlap: start while the previous kernel of the stream still runs (programmatic dependent launch); the kernel
             must wait for its predecessors itself before it touches their data.
+        cluster: consecutive blocks of a cluster; 1: as the kernel was compiled.
     """
 
     def __init__(
-        self, kernel: Kernel, grid: tuple[int, int, int], shared_bytes: int = 0, overlap: bool = False
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int, int],
+        shared_bytes: int = 0,
+        overlap: bool = False,
+        cluster: int = 1,
     ) -> None:
         from cuda.bindings import driver
 
@@ -171,12 +177,19 @@ class Launch:
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
         config.sharedMemBytes = shared_bytes
+        attributes = []
         if overlap:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs = [attribute]
-            config.numAttrs = 1
+            attributes.append(attribute)
+        if cluster > 1:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = attribute.value.clusterDim
+            size.x, size.y, size.z = cluster, 1, 1
+            attributes.append(attribute)
+        config.attrs, config.numAttrs = attributes, len(attributes)
         self._config = config
 
     def __call__(self, *arguments: ctypes.Structure | ctypes.Array) -> None:

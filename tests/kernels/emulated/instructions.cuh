@@ -110,6 +110,29 @@ inline void mbarrier_try_wait_parity_shared_cta_b64(uint32_t address, int parity
     while ((int)(barrier.phase & 1) == parity)
         wait_for_change(barrier.phase, barrier.phase, parity ? "parity 1" : "parity 0");
 }
+inline void mapa_shared_cluster_u32(uint32_t& mapped, uint32_t address, int rank) {
+    const int first = machine.current->rank / machine.cluster_size * machine.cluster_size;
+    if (rank < 0 || rank >= machine.cluster_size) fail("a block outside the cluster");
+    mapped = address_in(address, first + rank);
+}
+inline void need_running(uint32_t mapped) {
+    const Fiber* fiber = &machine.fibers[((mapped >> 24) - 1) * machine.threads];
+    if (std::all_of(fiber, fiber + machine.threads, [](const Fiber& f) { return f.done; }))
+        fail("shared memory of a block that has ended");
+}
+inline void mbarrier_arrive_release_cluster_shared_cluster_b64(uint32_t mapped) {
+    need_running(mapped);
+    mbarrier_arrive_shared_cta_b64(mapped);
+}
+inline void mbarrier_try_wait_parity_acquire_cluster_shared_cta_b64(uint32_t address, int parity) {
+    mbarrier_try_wait_parity_shared_cta_b64(address, parity);
+}
+inline void ld_shared_cluster_v4_f32(float& x, float& y, float& z, float& w, uint32_t mapped) {
+    need_running(mapped);
+    float values[4];
+    std::memcpy(values, place_of_address(mapped, 16), 16);
+    x = values[0], y = values[1], z = values[2], w = values[3];
+}
 inline void bar_sync(int index, unsigned threads) {
     auto& barrier = this_block().named[index];
     if (barrier.arrived >= threads) fail("a barrier of warps for other numbers of threads at once");

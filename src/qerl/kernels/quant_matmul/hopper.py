@@ -184,7 +184,7 @@ def run_many_rows(
     """`run` of a many-row kernel."""
     shape, sms = (x.shape[0], weight.out_features, weight.in_features), multiprocessor_count(x.device.index)
     params = product_params(x, weight, bias, y)
-    params.slices = int(plan.whole)
+    params.slices = plan.cluster if plan.whole else 0
     grid = plan.grid(*shape, sms)
     maps = [bf16_map(x.data_ptr(), *x.shape, plan.tokens)] * 3
     if lora is not None:
@@ -193,8 +193,8 @@ def run_many_rows(
         _set_lora(params, x, lora, u, slices, u_is_made)
         maps[1:] = bf16_map(u.data_ptr(), *u.shape, plan.tokens), bf16_map(lora.a.data_ptr(), *lora.a.shape, 64)
     result, place = _result(plan, y), ((grid, 1, 1), plan.shared_bytes, x.device.index)
-    launch = kernel_launch(f"many_rows{result}", plan.name + result, 128 * plan.groups + 128, *place, plan.macro)
-    launch(params, *maps)
+    threads = 128 * plan.groups + 128
+    kernel_launch(f"many_rows{result}", plan.name + result, threads, *place, plan.macro, plan.cluster)(params, *maps)
 
 
 def _result(plan: FewRowsPlan | ManyRowsPlan, y: torch.Tensor) -> str:
@@ -293,10 +293,10 @@ def kernel_launch(
     shared: int,
     device: int,
     macro: str | None = None,
+    cluster: int = 1,
 ) -> Launch:
     """A kernel of `source` (the name of a file in ``cuda/``), ready to be launched on a CUDA device; `macro` defines it
-    where the source has many."""
+    where the source has many. Blocks run in groups of `cluster`."""
     kernel = load_kernel(_SOURCES / f"{source}.cu", name, threads, shared > 0, device, macro)
-    return Launch(
-        kernel, grid, shared, overlap=source != "dequantize" and dependent_launch(torch.device("cuda", device))
-    )
+    overlap = source != "dequantize" and dependent_launch(torch.device("cuda", device))
+    return Launch(kernel, grid, shared, overlap, cluster)

@@ -57,6 +57,8 @@ _SHAPES = {
     (256, 2): (2, 3, 0.655, 19.0),
 }
 _WHOLE_US = 2.5
+# Blocks of a cluster that may share a tile, and what that costs.
+_CLUSTERS, _CLUSTER_US = (2, 3, 4), 2.0
 # Blocks that share tiles stand at different columns of x. Where x outgrows the L2 cache, each of them fetches its own.
 _X_CACHE_BYTES = 30 << 20
 _X_MISS = 1.2
@@ -155,14 +157,16 @@ class ManyRowsPlan:
     Attributes:
         tokens: rows of x a tile covers.
         groups: warpgroups of 64 channels.
-        whole: tiles are not shared between blocks.
-        silu: the result is silu(gate) * up of the two segments of the weight.
+        whole: tiles are not shared between blocks other than those of a cluster.
+        silu: the result is silu(gate) * up of the two segments of the weight; not with clusters.
+        cluster: blocks that share each tile of a `whole` plan, a part of k each (``cluster_tile.cuh``).
     """
 
     tokens: int
     groups: int
     whole: bool
     silu: bool = False
+    cluster: int = 1
 
     @property
     def unit(self) -> int:
@@ -189,7 +193,9 @@ class ManyRowsPlan:
         return _ceil(n, 64 * self.groups) * _ceil(m, self.tokens)
 
     def grid(self, m: int, n: int, k: int, multiprocessors: int) -> int:
-        """Blocks: one a multiprocessor, but no more than there are units to share out."""
+        """Blocks: a cluster for every tile; else one a multiprocessor, but no more than there are units to share out."""
+        if self.cluster > 1:
+            return self.tiles(m, n) * self.cluster
         return min(multiprocessors, _ceil(k // WINDOW_COLUMNS, self.unit) * self.tiles(m, n))
 
     @property
@@ -198,7 +204,8 @@ class ManyRowsPlan:
         window = self.tokens * 128 + 4 * self.groups * WINDOW_BYTES
         sums = LORA_WARPS_MANY * 512 if self.makes_u else 0
         blocks = 2 * self.groups * _MOST_EXCHANGED.get(self.tokens, self.tokens // 8) if self.silu else 0
-        return 1024 + self.stages * (self.unit * window + 16) + sums + _EXCHANGED_BYTES * blocks
+        barriers = 2 * 4 * self.groups * 8 if self.cluster > 1 else 0
+        return 1024 + self.stages * (self.unit * window + 16) + sums + _EXCHANGED_BYTES * blocks + barriers
 
     @property
     def makes_u(self) -> bool:
@@ -220,6 +227,8 @@ class ManyRowsPlan:
     def fits(self, m: int, n: int, k: int, multiprocessors: int) -> bool:
         """Whether the kernel can count: its divisions are of 32 bits, and shared tiles have counters."""
         tiles, units = self.tiles(m, n), _ceil(k // WINDOW_COLUMNS, self.unit)
+        if self.cluster > 1:
+            return units >= self.cluster and tiles <= resident_clusters(self.cluster, multiprocessors)
         counted = self.whole or tiles * 4 * self.groups <= COUNTERS
         return counted and tiles * units * self.grid(m, n, k, multiprocessors) < 1 << 32
 
@@ -227,15 +236,29 @@ class ManyRowsPlan:
         """Estimated microseconds."""
         windows, tiles = k // WINDOW_COLUMNS, self.tiles(m, n)
         _, _, window_us, shared_us = _SHAPES[self.tokens, self.groups]
+        if self.cluster > 1:
+            units = _ceil(_ceil(windows, self.unit), self.cluster)
+            return _WHOLE_US + _CLUSTER_US + window_us * self.unit * units
         if self.whole:
             return _WHOLE_US + window_us * windows * _ceil(tiles, multiprocessors)
         misses = _X_MISS if 2 * m * k > _X_CACHE_BYTES else 1.0
         return shared_us + misses * window_us * windows * tiles / multiprocessors
 
 
+def resident_clusters(cluster: int, multiprocessors: int) -> int:
+    """Clusters of blocks as large as a multiprocessor that run at the same time at least.
+
+    A cluster stays inside one of the (at most eight) parts of the chip, each of an even number of multiprocessors, so a
+    part may have some left over. A product whose u is made by its own blocks waits for all of them.
+    """
+    left_over = {2: 0, 3: 2, 4: 2}[cluster]
+    return max(0, multiprocessors - 8 * left_over) // cluster
+
+
 def all_many_rows_plans() -> list[ManyRowsPlan]:
-    """Every tile shape, with shared and with whole tiles."""
-    return [ManyRowsPlan(tokens, groups, whole) for tokens, groups in _SHAPES for whole in (True, False)]
+    """Every tile shape, with shared tiles, with whole ones and with tiles of clusters."""
+    ways = [{"whole": False}, *({"whole": True, "cluster": cluster} for cluster in (1, *_CLUSTERS))]
+    return [ManyRowsPlan(tokens, groups, **way) for tokens, groups in _SHAPES for way in ways]
 
 
 @cache
@@ -263,10 +286,10 @@ def few_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan |
 
 
 @cache
-def many_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> ManyRowsPlan:
-    """The tile shape of least estimated time among those not much taller than `m`."""
+def many_rows_plan(m: int, n: int, k: int, multiprocessors: int, clusters: bool = True) -> ManyRowsPlan:
+    """The plan of least estimated time among those of tiles not much taller than `m`, with `clusters` or without."""
     plans = [plan for plan in all_many_rows_plans() if plan.tokens < max(2 * m, 17)]
-    plans = [plan for plan in plans if plan.fits(m, n, k, multiprocessors)]
+    plans = [plan for plan in plans if (clusters or plan.cluster == 1) and plan.fits(m, n, k, multiprocessors)]
     return min(plans, key=lambda plan: plan.cost(m, n, k, multiprocessors))
 
 
@@ -280,9 +303,9 @@ def product_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan | 
 def silu_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan | ManyRowsPlan | None:
     """Where gate and up, `n` rows together, are multiplied in the product's epilogue; None: it would cut k, or pairs of
     tiles do not fit."""
+    if m > FEW_ROWS or few_rows_plan(m, n, k, multiprocessors) is None:
+        return replace(many_rows_plan(m, n, k, multiprocessors, clusters=False), silu=True)
     plan = replace(product_plan(m, n, k, multiprocessors), silu=True)
-    if isinstance(plan, ManyRowsPlan):
-        return plan
     return plan if plan.slices == 1 and plan.shared_bytes(m, n, k, multiprocessors) <= SHARED_BYTES else None
 
 

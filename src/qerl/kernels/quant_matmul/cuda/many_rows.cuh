@@ -3,11 +3,13 @@
 // A block computes tiles of (64 x GROUPS) output channels by TOKENS rows of x. A producer warp streams both through a
 // ring of stages: weights by bulk copies, x by tensor copies (128-byte swizzle). Window i + 1 is decoded while the
 // products of window i run. Where whole tiles would leave multiprocessors idle, every block takes an equal run of units
-// across tiles (stream-K); the last block to arrive at a tile sums its parts in block order: same input, same bits.
+// across tiles (stream-K); the last block to arrive at a tile sums its parts in block order: same input, same bits. Or
+// the blocks of a cluster share each tile (cluster_tile.cuh).
 //
 // LoRA is one more step of a tile: columns of u take the place of x in the ring, rows of b that of the weights. The
 // warps beside the producer make u where it does not come from an earlier kernel.
 #pragma once
+#include "cluster_tile.cuh"
 #include "shrink.cuh"
 #include "silu.cuh"
 #include "stream_k.cuh"
@@ -83,12 +85,15 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
     work.token_blocks = (p.m + TOKENS - 1) / TOKENS;
     work.units = (windows + UNIT - 1) / UNIT;
     work.whole = p.slices == 1;
+    work.cluster = SILU ? 1 : max(1, p.slices);
     work.total = work.row_blocks * work.token_blocks * work.units;
     const int begin = work.begin(blockIdx.x), end = work.begin(blockIdx.x + 1);
 
     const uint32_t base = smem_address(shared), x_base = (base + 1023) & ~1023u;
     const uint32_t w_base = x_base + STAGES * UNIT * X_BYTES;
     const uint32_t full = w_base + STAGES * WARPS * W_BYTES, empty = full + STAGES * 8;
+    const uint32_t of_tile = empty + STAGES * 8 + (TOKENS < 256 ? SUMMERS * 512 : 0);
+    static_assert(TILE_BYTES<TOKENS, WARPS> <= STAGES * UNIT * X_BYTES, "parts lie where x was");
 
     launch_dependents();
     if (threadIdx.x == 0)
@@ -96,9 +101,11 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
             barrier_init(full + s * 8, 1);
             barrier_init(empty + s * 8, GROUPS);
         }
+    if (work.cluster > 1 && threadIdx.x < 2 * WARPS) barrier_init(of_tile + threadIdx.x * 8, work.cluster);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncthreads();
+    if (work.cluster > 1) meet_cluster();
+    else __syncthreads();
 
     if (warp >= WARPS) {  // a whole warpgroup, because registers are handed over by warpgroups
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(producer_registers<TOKENS, GROUPS>));
@@ -327,6 +334,13 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                     if ((threadIdx.x & 127) == 0) barrier_arrive(empty + stage * 8);
                     if (++stage == STAGES) stage = 0, phase ^= 1;
                 });
+            if constexpr (!SILU)
+                if (work.cluster > 1) {
+                    store_shared_tile<TOKENS, WARPS, WIDE>(p, e, row_tile, tile / work.row_blocks * TOKENS,
+                                                           work.cluster, shared + (x_base - base), of_tile, warp, lane,
+                                                           c);
+                    return;
+                }
             bool finished = true;
             if (work.contributors(tile) > 1) {
                 if constexpr (SILU) finished = sum_parts_of_pair<TOKENS, WARPS>(p, work, tile, begins, warp, lane, c);

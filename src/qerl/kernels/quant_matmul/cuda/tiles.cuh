@@ -40,8 +40,8 @@ struct Params {
     int* arrivals;              // zero between launches
     float scale;                // 2^9 / global scale where all segments share it
     int m, n, k;
-    // Few rows: parts of k. Many rows: 1 where blocks take whole tiles, 0 where they share them. Gradient of the input:
-    // waves of whole tiles before blocks share the others.
+    // Few rows: parts of k. Many rows: 1 where blocks take whole tiles, 0 where they share them, more where so many
+    // blocks of a cluster share each. Gradient of the input: waves of whole tiles before blocks share the others.
     int slices;
     int segments;
     int segment_end[MAX_SEGMENTS];  // in row tiles of 16
