@@ -193,7 +193,7 @@ class ManyRowsPlan:
         return _ceil(n, 64 * self.groups) * _ceil(m, self.tokens)
 
     def grid(self, m: int, n: int, k: int, multiprocessors: int) -> int:
-        """Blocks: a cluster for every tile; else one a multiprocessor, but no more than there are units to share out."""
+        """Blocks: a cluster a tile; else one a multiprocessor, but no more than there are units to share out."""
         if self.cluster > 1:
             return self.tiles(m, n) * self.cluster
         return min(multiprocessors, _ceil(k // WINDOW_COLUMNS, self.unit) * self.tiles(m, n))
