@@ -333,7 +333,7 @@ def test_kernel_rows(tiny_config: Path, tmp_path: Path) -> None:
     assert {row["layer"] for row in written["rows"] if "dx_us" in row} == {"qkv", "o", "gate_up", "down"}
     assert {row["dx_path"] for row in written["rows"] if "dx_us" in row} == {"torch"}
     assert written.keys() >= {"attention", "decode_ops", "dequantize", "quantizer"}
-    assert "sum of 4 M=2048" in result.output
+    assert "sum of 4 rank 4 M=2048" in result.output
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qerl.kernels import paged_attention
-from qerl.kernels.quant_matmul import hopper, hopper_plan
+from qerl.kernels.quant_matmul import hopper
 from qerl.kernels.quant_matmul.hopper_grad_plan import GRAD_ROWS, InputGradPlan, all_input_grad_plans, input_grad_plan
 from qerl.kernels.quant_matmul.hopper_plan import (
     COUNTERS,
@@ -28,6 +28,7 @@ from qerl.kernels.quant_matmul.hopper_plan import (
     all_many_rows_plans,
     few_rows_plan,
     many_rows_plan,
+    resident_clusters,
     shrink_plan,
     silu_plan,
     workspace_bytes,
@@ -233,14 +234,27 @@ def test_u_of_many_numbers_comes_from_cublas(m: int, k: int, by_kernel: bool, mo
     assert (u == (0 if by_kernel else k)).all()
 
 
+@pytest.mark.parametrize("cluster, multiprocessors, most", [(2, 132, 66), (3, 132, 38), (4, 132, 29), (4, 14, 0)])
+def test_clusters_that_run_at_once(cluster: int, multiprocessors: int, most: int) -> None:
+    """Eight parts of the chip may each leave two multiprocessors over where pairs do not fill them."""
+    assert resident_clusters(cluster, multiprocessors) == most
+    plan = ManyRowsPlan(64, 2, whole=True, cluster=cluster)
+    assert most == 0 or plan.fits(64, 128 * most, 3584, multiprocessors)
+    assert not plan.fits(64, 128 * (most + 1), 3584, multiprocessors)
+    assert not plan.fits(64, 128, 256 * (cluster - 1), 132)  # a block would have nothing to multiply
+    assert plan.grid(64, 1280, 3584, multiprocessors) == 10 * cluster and plan.partial_bytes(132) == 0
+
+
 def test_the_choice_on_an_h200() -> None:
     """Pinned, so that a change of a constant is seen: what the sweep found best."""
     assert few_rows_plan(1, 37888, 3584, 132).name == "few_rows_16_2"
     assert few_rows_plan(8, 4608, 3584, 132).name == "few_rows_8_2_pair"
     assert few_rows_plan(8, 3584, 18944, 132).slices == 4
     assert many_rows_plan(16, 37888, 3584, 132).name == "many_rows_16_3_4_5"
-    assert many_rows_plan(64, 3584, 3584, 132).name == "many_rows_64_2_4_4"
-    assert many_rows_plan(512, 37888, 3584, 132) == hopper_plan.ManyRowsPlan(128, 3, whole=True)
+    assert many_rows_plan(64, 3584, 3584, 132) == ManyRowsPlan(64, 2, whole=True, cluster=4)
+    assert many_rows_plan(128, 4608, 3584, 132) == ManyRowsPlan(128, 2, whole=True, cluster=3)
+    assert many_rows_plan(256, 18944, 3584, 132).cluster == 1  # more tiles than clusters run at once
+    assert many_rows_plan(512, 37888, 3584, 132) == ManyRowsPlan(128, 3, whole=True)
     assert many_rows_plan(2048, 37888, 3584, 132).tokens == 256
 
 

@@ -57,8 +57,8 @@ _SHAPES = {
     (256, 2): (2, 3, 0.655, 19.0),
 }
 _WHOLE_US = 2.5
-# Blocks of a cluster that may share a tile, and what that costs.
-_CLUSTERS, _CLUSTER_US = (2, 3, 4), 2.0
+# Blocks of a cluster that share a tile: what that costs, and what a row of x in the tile adds.
+_CLUSTER_US, _CLUSTER_ROW_US = {2: 1.0, 3: 1.8, 4: 2.2}, 0.015
 # Blocks that share tiles stand at different columns of x. Where x outgrows the L2 cache, each of them fetches its own.
 _X_CACHE_BYTES = 30 << 20
 _X_MISS = 1.2
@@ -238,7 +238,8 @@ class ManyRowsPlan:
         _, _, window_us, shared_us = _SHAPES[self.tokens, self.groups]
         if self.cluster > 1:
             units = _ceil(_ceil(windows, self.unit), self.cluster)
-            return _WHOLE_US + _CLUSTER_US + window_us * self.unit * units
+            summing_us = _CLUSTER_US[self.cluster] + _CLUSTER_ROW_US * self.tokens
+            return _WHOLE_US + summing_us + window_us * self.unit * units
         if self.whole:
             return _WHOLE_US + window_us * windows * _ceil(tiles, multiprocessors)
         misses = _X_MISS if 2 * m * k > _X_CACHE_BYTES else 1.0
@@ -257,7 +258,7 @@ def resident_clusters(cluster: int, multiprocessors: int) -> int:
 
 def all_many_rows_plans() -> list[ManyRowsPlan]:
     """Every tile shape, with shared tiles, with whole ones and with tiles of clusters."""
-    ways = [{"whole": False}, *({"whole": True, "cluster": cluster} for cluster in (1, *_CLUSTERS))]
+    ways = [{"whole": False}, *({"whole": True, "cluster": cluster} for cluster in (1, *_CLUSTER_US))]
     return [ManyRowsPlan(tokens, groups, **way) for tokens, groups in _SHAPES for way in ways]
 
 
