@@ -253,6 +253,8 @@ def test_the_choice_on_an_h200() -> None:
     assert many_rows_plan(16, 37888, 3584, 132).name == "many_rows_16_3_4_5"
     assert many_rows_plan(64, 3584, 3584, 132) == ManyRowsPlan(64, 2, whole=True, cluster=4)
     assert many_rows_plan(128, 4608, 3584, 132) == ManyRowsPlan(128, 2, whole=True, cluster=3)
+    assert many_rows_plan(64, 3584, 3584, 132, lora=True).cluster == 2  # for four u would be late
+    assert many_rows_plan(128, 4608, 3584, 132, lora=True).cluster == 3
     assert many_rows_plan(256, 18944, 3584, 132).cluster == 1  # more tiles than clusters run at once
     assert many_rows_plan(512, 37888, 3584, 132) == ManyRowsPlan(128, 3, whole=True)
     assert many_rows_plan(2048, 37888, 3584, 132).tokens == 256

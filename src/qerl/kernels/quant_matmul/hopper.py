@@ -116,13 +116,13 @@ def _is_supported(index: int) -> bool:
     return True
 
 
-def plan_for(m: int, weight: GroupWeight, silu: bool = False) -> FewRowsPlan | ManyRowsPlan | None:
-    """The kernel for 1 <= `m` <= `MANY_ROWS` rows of x and `weight`, in tiles.
+def plan_for(m: int, weight: GroupWeight, silu: bool = False, lora: bool = False) -> FewRowsPlan | ManyRowsPlan | None:
+    """The kernel for 1 <= `m` <= `MANY_ROWS` rows of x and `weight`, in tiles, with or without LoRA.
 
     With `silu` one that stores silu(gate) * up of its two equal segments, or None where none does.
     """
     shape = m, weight.out_features, weight.in_features, multiprocessor_count(weight.device.index)
-    return silu_plan(*shape) if silu else product_plan(*shape)
+    return silu_plan(*shape) if silu else product_plan(*shape, lora)
 
 
 def run(

@@ -59,6 +59,8 @@ _SHAPES = {
 _WHOLE_US = 2.5
 # Blocks of a cluster that share a tile: what that costs, and what a row of x in the tile adds.
 _CLUSTER_US, _CLUSTER_ROW_US = {2: 1.0, 3: 1.8, 4: 2.2}, 0.015
+# Where a product makes u itself, three and four blocks end their short parts before u is there: low tiles wait.
+_U_LATE_US, _U_LATE_ROWS = 1.3, 64
 # Blocks that share tiles stand at different columns of x. Where x outgrows the L2 cache, each of them fetches its own.
 _X_CACHE_BYTES = 30 << 20
 _X_MISS = 1.2
@@ -232,14 +234,15 @@ class ManyRowsPlan:
         counted = self.whole or tiles * 4 * self.groups <= COUNTERS
         return counted and tiles * units * self.grid(m, n, k, multiprocessors) < 1 << 32
 
-    def cost(self, m: int, n: int, k: int, multiprocessors: int) -> float:
-        """Estimated microseconds."""
+    def cost(self, m: int, n: int, k: int, multiprocessors: int, lora: bool = False) -> float:
+        """Estimated microseconds; with `lora` those beyond what LoRA adds to any plan."""
         windows, tiles = k // WINDOW_COLUMNS, self.tiles(m, n)
         _, _, window_us, shared_us = _SHAPES[self.tokens, self.groups]
         if self.cluster > 1:
             units = _ceil(_ceil(windows, self.unit), self.cluster)
             summing_us = _CLUSTER_US[self.cluster] + _CLUSTER_ROW_US * self.tokens
-            return _WHOLE_US + summing_us + window_us * self.unit * units
+            late_us = _U_LATE_US if lora and self.cluster > 2 and self.tokens <= _U_LATE_ROWS else 0.0
+            return _WHOLE_US + summing_us + late_us + window_us * self.unit * units
         if self.whole:
             return _WHOLE_US + window_us * windows * _ceil(tiles, multiprocessors)
         misses = _X_MISS if 2 * m * k > _X_CACHE_BYTES else 1.0
@@ -287,26 +290,29 @@ def few_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan |
 
 
 @cache
-def many_rows_plan(m: int, n: int, k: int, multiprocessors: int, clusters: bool = True) -> ManyRowsPlan:
+def many_rows_plan(
+    m: int, n: int, k: int, multiprocessors: int, clusters: bool = True, lora: bool = False
+) -> ManyRowsPlan:
     """The plan of least estimated time among those of tiles not much taller than `m`, with `clusters` or without."""
     plans = [plan for plan in all_many_rows_plans() if plan.tokens < max(2 * m, 17)]
     plans = [plan for plan in plans if (clusters or plan.cluster == 1) and plan.fits(m, n, k, multiprocessors)]
-    return min(plans, key=lambda plan: plan.cost(m, n, k, multiprocessors))
+    return min(plans, key=lambda plan: plan.cost(m, n, k, multiprocessors, lora))
 
 
-def product_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan | ManyRowsPlan:
-    """The kernel of a product of `m` rows."""
+def product_plan(m: int, n: int, k: int, multiprocessors: int, lora: bool = False) -> FewRowsPlan | ManyRowsPlan:
+    """The kernel of a product of `m` rows, which also makes LoRA's u or not."""
     plan = few_rows_plan(m, n, k, multiprocessors) if m <= FEW_ROWS else None
-    return plan or many_rows_plan(m, n, k, multiprocessors)
+    return plan or many_rows_plan(m, n, k, multiprocessors, lora=lora)
 
 
 @cache
 def silu_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan | ManyRowsPlan | None:
     """Where gate and up, `n` rows together, are multiplied in the product's epilogue; None: it would cut k, or pairs of
     tiles do not fit."""
-    if m > FEW_ROWS or few_rows_plan(m, n, k, multiprocessors) is None:
+    plain = few_rows_plan(m, n, k, multiprocessors) if m <= FEW_ROWS else None
+    if plain is None:
         return replace(many_rows_plan(m, n, k, multiprocessors, clusters=False), silu=True)
-    plan = replace(product_plan(m, n, k, multiprocessors), silu=True)
+    plan = replace(plain, silu=True)
     return plan if plan.slices == 1 and plan.shared_bytes(m, n, k, multiprocessors) <= SHARED_BYTES else None
 
 
