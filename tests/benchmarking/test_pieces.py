@@ -145,13 +145,14 @@ def test_a_measured_replay_finds_the_device_busy() -> None:
 
 
 def test_a_measured_graph_is_long_against_the_gap_between_two() -> None:
-    assert [repeats_in_graph(us) for us in (3.0, 60.0, 999.0, 1000.0, 6000.0)] == [334, 17, 2, 1, 1]
+    assert [repeats_in_graph(us) for us in (0.0, 3.0, 60.0, 999.0, 1000.0, 6000.0)] == [1000, 334, 17, 2, 1, 1]
 
 
 def test_sums_keep_ranks_apart_and_the_last_of_a_linear() -> None:
     def row(layer: str, rank: int, us: float) -> dict[str, object]:
         return {
             "model": "7B",
+            "format": "nvfp4",
             "layer": layer,
             "M": 8,
             "lora_rank": rank,
@@ -161,6 +162,7 @@ def test_sums_keep_ranks_apart_and_the_last_of_a_linear() -> None:
         }
 
     rows = [row("o", 0, 9.0), row("o", 0, 5.0), row("qkv", 0, 3.0), row("o", 32, 7.0), row("fused", 0, 99.0)]
-    plain, lora = sums(rows)
+    plain, lora, other = sums([*rows, row("o", 0, 4.0) | {"format": "nf4"}])
     assert "sum of 2 M=8" in plain and " 8.0 us" in plain and "16.0 us (2.00x)" in plain
     assert "sum of 1 rank 32 M=8" in lora and " 7.0 us" in lora
+    assert "sum of 1 M=8" in other and " 4.0 us" in other

@@ -23,7 +23,13 @@ from qerl.kernels.quant_matmul import (
     to_tiles,
     workspace_bytes,
 )
-from qerl.kernels.quant_matmul.hopper_plan import SHARED_BYTES, FewRowsPlan, ManyRowsPlan, all_many_rows_plans
+from qerl.kernels.quant_matmul.hopper_plan import (
+    SHARED_BYTES,
+    FewRowsPlan,
+    ManyRowsPlan,
+    all_many_rows_plans,
+    resident_clusters,
+)
 from qerl.kernels.rms_norm import add_rms_norm, rms_norm
 from qerl.nn.random_weights import random_packed
 
@@ -161,6 +167,21 @@ def test_every_kernel(weight: tuple[GroupWeight, torch.Tensor], plan) -> None:  
         expected += _added(packed, lora, u[:m])
         assert rms_ratio(y, expected) <= 1.03 * rounded_once(expected, torch.bfloat16)
         assert u[m].isnan().all() and not counters.any()
+
+
+@pytest.mark.parametrize("cluster", [2, 3, 4])
+def test_as_many_clusters_as_are_said_to_run_at_once(cluster: int) -> None:
+    """Their blocks wait for each other's slices of u: were they not all resident, this would hang."""
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    n = 128 * resident_clusters(cluster, sms)
+    rows = make_group("nvfp4", (n,), 1024, device="cuda")
+    packed = in_tiles(rows)
+    lora = _update(packed, 32)
+    x = torch.randn(16, 1024, device="cuda").bfloat16()
+    y, u = (torch.empty(16, width, device="cuda").bfloat16() for width in (n, lora.a.shape[0]))
+    hopper.run_many_rows(ManyRowsPlan(16, 2, whole=True, cluster=cluster), x, packed, None, lora, y, u)
+    expected = x.double() @ exact_weight(rows).t() + _added(packed, lora, u)
+    assert rms_ratio(y, expected) <= 1.03 * rounded_once(expected, torch.bfloat16)
 
 
 def test_dequantize_and_dx(weight: tuple[GroupWeight, torch.Tensor]) -> None:

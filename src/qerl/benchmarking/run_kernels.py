@@ -113,11 +113,16 @@ def describe(part: str, row: Row) -> str:
 
 
 def sums(rows: list[Row]) -> list[str]:
-    """Sum of the four linears of a layer, for each model, rank of LoRA and M; of a linear measured again, the last."""
+    """Sum of the four linears of a layer, for each model, format, rank of LoRA and M.
+
+    Of a linear that was measured again, the last time.
+    """
     lines = []
     single = [row for row in rows if row["layer"] != "fused"]
-    for model, rank, m in dict.fromkeys((row["model"], row["lora_rank"], row["M"]) for row in single):
-        part = {r["layer"]: r for r in single if (r["model"], r["lora_rank"], r["M"]) == (model, rank, m)}.values()
+    keys = "model", "format", "lora_rank", "M"
+    for key in dict.fromkeys(tuple(row[name] for name in keys) for row in single):
+        model, _, rank, m = key
+        part = {row["layer"]: row for row in single if tuple(row[name] for name in keys) == key}.values()
         us, bf16, floor = (sum(row[key] for row in part) for key in ("us", "bf16_us", "roofline_us"))
         lora = f" rank {rank}" if rank else ""
         lines.append(

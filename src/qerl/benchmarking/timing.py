@@ -60,10 +60,9 @@ def medians_us(works: Sequence[Timed], device: torch.device) -> list[float]:
         return [_median_cpu_us(work.call, work.copies) for work in works]
     passes = [_capture(work, device) for work in works]
     times: list[list[float]] = [[] for _ in works]
-    while not all(_measured(taken) for taken in times):
+    while not all(_measured(taken) for taken in times):  # all go on until the last is done: each has had its neighbours
         for one, taken in zip(passes, times, strict=True):
-            if not _measured(taken):
-                taken.append(_replay_us(one.graph, one.ahead))
+            taken.append(_replay_us(one.graph, one.ahead))
     return [statistics.median(taken) / one.calls for one, taken in zip(passes, times, strict=True)]
 
 
@@ -117,7 +116,7 @@ def _replay_us(graph: torch.cuda.CUDAGraph, ahead: int) -> float:
 
 def repeats_in_graph(pass_us: float) -> int:
     """How often a graph holds a pass over the copies that takes ``pass_us``."""
-    return max(1, math.ceil(_PASS_US / pass_us))
+    return math.ceil(_PASS_US / max(1.0, min(pass_us, _PASS_US)))
 
 
 def replays_ahead(replay_us: float) -> int:

@@ -31,6 +31,7 @@ __device__ __forceinline__ void load_in(float (&f)[4], uint32_t mapped) {
 }
 // All blocks of the cluster run, and what they have initialized is seen by the others. Every thread comes here.
 __device__ __forceinline__ void meet_cluster() {
+    __syncwarp();
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 

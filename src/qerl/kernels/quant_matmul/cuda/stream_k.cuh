@@ -7,7 +7,7 @@
 struct Work {
     unsigned row_blocks, token_blocks, units, total;  // units: of one tile
     bool whole;                                       // no tile is shared between blocks
-    unsigned cluster;                                 // blocks that share each tile, one after the other; 1: see whole
+    unsigned cluster = 1;                             // blocks that share each tile, one after the other; 1: see whole
     __device__ __forceinline__ int begin(unsigned index) const {
         if (cluster > 1) return index / cluster * units + units * (index % cluster) / cluster;
         if (whole) return row_blocks * token_blocks * index / gridDim.x * units;
