@@ -227,7 +227,8 @@ class ManyRowsPlan:
         return 0 if self.whole else multiprocessors * 2 * 64 * self.groups * self.tokens * 4
 
     def fits(self, m: int, n: int, k: int, multiprocessors: int) -> bool:
-        """Whether the kernel can count: its divisions are of 32 bits, and shared tiles have counters."""
+        """Whether the kernel can count (its divisions are of 32 bits, shared tiles have counters); of clusters, whether
+        each block has something to multiply and all run at once."""
         tiles, units = self.tiles(m, n), _ceil(k // WINDOW_COLUMNS, self.unit)
         if self.cluster > 1:
             return units >= self.cluster and tiles <= resident_clusters(self.cluster, multiprocessors)
