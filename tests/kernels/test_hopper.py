@@ -170,6 +170,7 @@ def test_every_kernel(weight: tuple[GroupWeight, torch.Tensor], plan) -> None:  
 
 
 @pytest.mark.parametrize("cluster", [2, 3, 4])
+@pytest.mark.usefixtures("poisoned_memory")
 def test_as_many_clusters_as_are_said_to_run_at_once(cluster: int) -> None:
     """Their blocks wait for each other's slices of u: were they not all resident, this would hang."""
     sms = torch.cuda.get_device_properties(0).multi_processor_count
@@ -178,8 +179,9 @@ def test_as_many_clusters_as_are_said_to_run_at_once(cluster: int) -> None:
     packed = in_tiles(rows)
     lora = _update(packed, 32)
     x = torch.randn(16, 1024, device="cuda").bfloat16()
-    y, u = (torch.empty(16, width, device="cuda").bfloat16() for width in (n, lora.a.shape[0]))
+    y, u = (torch.empty(16, width, device="cuda", dtype=torch.bfloat16) for width in (n, lora.a.shape[0]))
     hopper.run_many_rows(ManyRowsPlan(16, 2, whole=True, cluster=cluster), x, packed, None, lora, y, u)
+    _check_u(x, lora, u)
     expected = x.double() @ exact_weight(rows).t() + _added(packed, lora, u)
     assert rms_ratio(y, expected) <= 1.03 * rounded_once(expected, torch.bfloat16)
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from qerl.benchmarking.ceilings import Ceilings
 from qerl.benchmarking.geometry import Geometry
 from qerl.benchmarking.results import Row
-from qerl.benchmarking.timing import CheckFailedError, Timed, median_us, medians_us, rms_ratio, rotation
+from qerl.benchmarking.timing import CheckFailedError, Timed, medians_us, rms_ratio, rotation
 from qerl.formats.base import get_format
 from qerl.kernels.quant_matmul import FEW_ROWS, hopper_grad, hopper_plan, quant_matmul_dx
 from qerl.kernels.silu_mul import silu_mul
@@ -118,6 +118,8 @@ def _linear_row(
         "us": Timed(lambda i: packed[i](x), len(packed)),
         "bf16_us": Timed(lambda i: F.linear(x, dense[i]), len(dense)),
     }
+    if x.is_cuda and importlib.util.find_spec("bitsandbytes") is not None:
+        works["bitsandbytes_nf4_us"] = _bitsandbytes_work(dense, x)
     if layer == "gate_up":
         works |= _silu_works(groups, packed, x)
     with_dx = m >= bench.dx_from and group.format != "bf16"
@@ -133,9 +135,6 @@ def _linear_row(
     row |= {name: round(us, 2) for name, us in times.items()}
     if with_dx:
         row["dx_path"] = dx_path_of(group, device)
-    bnb = bitsandbytes_us(dense, x)
-    if bnb is not None:
-        row["bitsandbytes_nf4_us"] = round(bnb, 2)
     return row
 
 
@@ -289,10 +288,8 @@ def dx_path_of(group: WeightGroup, device: torch.device) -> str:
     return "dequantize+cublas" if hopper_grad.plan_for(1, group.group_weight()) is None else "cuda-input-grad"
 
 
-def bitsandbytes_us(dense: list[torch.Tensor], x: torch.Tensor) -> float | None:
-    """Time of bitsandbytes' NF4 product on the same shapes; None without bitsandbytes or without a GPU."""
-    if not x.is_cuda or importlib.util.find_spec("bitsandbytes") is None:
-        return None
+def _bitsandbytes_work(dense: list[torch.Tensor], x: torch.Tensor) -> Timed:
+    """bitsandbytes' NF4 product on the same shapes."""
     import bitsandbytes
     from bitsandbytes.functional import quantize_4bit
 
@@ -301,6 +298,4 @@ def bitsandbytes_us(dense: list[torch.Tensor], x: torch.Tensor) -> float | None:
         quantize_4bit(dense[i % len(dense)], blocksize=64, compress_statistics=False, quant_type="nf4")
         for i in range(copies)
     ]
-    return median_us(
-        lambda i: bitsandbytes.matmul_4bit(x, packed[i][0].t(), quant_state=packed[i][1]), copies, x.device
-    )
+    return Timed(lambda i: bitsandbytes.matmul_4bit(x, packed[i][0].t(), quant_state=packed[i][1]), copies)

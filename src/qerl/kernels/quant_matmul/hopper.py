@@ -122,7 +122,7 @@ def plan_for(m: int, weight: GroupWeight, silu: bool = False, lora: bool = False
     With `silu` one that stores silu(gate) * up of its two equal segments, or None where none does.
     """
     shape = m, weight.out_features, weight.in_features, multiprocessor_count(weight.device.index)
-    return silu_plan(*shape) if silu else product_plan(*shape, lora)
+    return silu_plan(*shape) if silu else product_plan(*shape, lora=lora)
 
 
 def run(

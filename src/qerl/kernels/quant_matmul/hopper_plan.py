@@ -300,20 +300,21 @@ def many_rows_plan(
     return min(plans, key=lambda plan: plan.cost(m, n, k, multiprocessors, lora))
 
 
-def product_plan(m: int, n: int, k: int, multiprocessors: int, lora: bool = False) -> FewRowsPlan | ManyRowsPlan:
-    """The kernel of a product of `m` rows, which also makes LoRA's u or not."""
+def product_plan(
+    m: int, n: int, k: int, multiprocessors: int, clusters: bool = True, lora: bool = False
+) -> FewRowsPlan | ManyRowsPlan:
+    """The kernel of a product of `m` rows, with LoRA or without."""
     plan = few_rows_plan(m, n, k, multiprocessors) if m <= FEW_ROWS else None
-    return plan or many_rows_plan(m, n, k, multiprocessors, lora=lora)
+    return plan or many_rows_plan(m, n, k, multiprocessors, clusters, lora)
 
 
 @cache
 def silu_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan | ManyRowsPlan | None:
     """Where gate and up, `n` rows together, are multiplied in the product's epilogue; None: it would cut k, or pairs of
     tiles do not fit."""
-    plain = few_rows_plan(m, n, k, multiprocessors) if m <= FEW_ROWS else None
-    if plain is None:
-        return replace(many_rows_plan(m, n, k, multiprocessors, clusters=False), silu=True)
-    plan = replace(plain, silu=True)
+    plan = replace(product_plan(m, n, k, multiprocessors, clusters=False), silu=True)
+    if isinstance(plan, ManyRowsPlan):
+        return plan
     return plan if plan.slices == 1 and plan.shared_bytes(m, n, k, multiprocessors) <= SHARED_BYTES else None
 
 
