@@ -144,8 +144,7 @@ def test_slices_of_u_inside_a_product_stay_inside_the_workspace(k: int, ranks: i
                 slices = plan.lora_slices(m, ranks, k, blocks)
                 if slices is None:  # no room in the workspace, no registers, or more parts than blocks
                     few = isinstance(plan, FewRowsPlan)
-                    boxes = 1 if few else plan.groups if plan.unit == 4 else 2
-                    parts = 0 if few else -(-ranks // (64 * boxes)) * -(-m // plan.tokens)
+                    parts = 0 if few else tiles * -(-m // (8 * plan.u_blocks))
                     assert tiles + 2 > LORA_COUNTERS or (not few and not plan.makes_u) or blocks < parts
                     continue
                 assert 1 <= slices <= k // 32
@@ -155,14 +154,21 @@ def test_slices_of_u_inside_a_product_stay_inside_the_workspace(k: int, ranks: i
 
 def test_warps_that_make_u_as_the_kernels_have_them() -> None:
     assert f"SHRINKERS = {LORA_WARPS_FEW}, " in (SOURCES / "few_rows.cuh").read_text()
-    assert f"SUMMERS = {LORA_WARPS_MANY}, " in (SOURCES / "many_rows.cuh").read_text()
+    many = (SOURCES / "many_rows.cuh").read_text()
+    assert f"SHRINKERS = {LORA_WARPS_MANY}, " in many and "U_BLOCKS = TOKENS <= 32 ? 2 : 4;" in many
+    assert "#pragma unroll(BLOCKS > 2 ? 2 : 4)" in (SOURCES / "shrink.cuh").read_text()
+    assert {plan.tokens: (plan.u_blocks, plan.u_unroll) for plan in all_many_rows_plans()} == {
+        **dict.fromkeys((16, 32), (2, 4)),
+        **dict.fromkeys((64, 128, 256), (4, 2)),
+    }
     assert FewRowsPlan(8).lora_slices(8, 96, 3584, 132) == 5 and FewRowsPlan(8).lora_slices(8, 32, 18944, 132) == 17
     plan = ManyRowsPlan(64, 2, False)
-    assert plan.lora_slices(64, 96, 3584, 132) == 28 and plan.lora_slices(64, 32, 18944, 132) == 64
-    assert ManyRowsPlan(128, 2, False).lora_slices(256, 96, 3584, 132) == 28
-    # What making u takes besides: sums of 4 warps, then rows of u 8 columns apart.
+    assert plan.lora_slices(64, 96, 3584, 132) == 11 and plan.lora_slices(64, 32, 18944, 132) == 33
+    assert ManyRowsPlan(32, 2, False).lora_slices(32, 96, 3584, 132) == 11
+    assert ManyRowsPlan(128, 2, False).lora_slices(256, 96, 3584, 132) == 2
+    # What making u takes besides: sums of 3 of 4 warps, then rows of u 8 columns apart.
     plan = FewRowsPlan(8)
-    assert plan.shared_bytes(8, 4608, 3584, 132, 96) - plan.shared_bytes(8, 4608, 3584, 132) == 2048 + 16 * 104
+    assert plan.shared_bytes(8, 4608, 3584, 132, 96) - plan.shared_bytes(8, 4608, 3584, 132) == 1536 + 16 * 104
 
 
 def test_a_missing_library_means_the_other_kernels(

@@ -186,12 +186,12 @@ def run_many_rows(
     params = product_params(x, weight, bias, y)
     params.slices = plan.cluster if plan.whole else 0
     grid = plan.grid(*shape, sms)
-    maps = [bf16_map(x.data_ptr(), *x.shape, plan.tokens)] * 3
+    maps = [bf16_map(x.data_ptr(), *x.shape, plan.tokens)] * 2
     if lora is not None:
         assert u is not None, "u is written beside y"
         slices = None if u_is_made else plan.lora_slices(*u.shape, x.shape[1], grid)
         _set_lora(params, x, lora, u, slices, u_is_made)
-        maps[1:] = bf16_map(u.data_ptr(), *u.shape, plan.tokens), bf16_map(lora.a.data_ptr(), *lora.a.shape, 64)
+        maps[1] = bf16_map(u.data_ptr(), *u.shape, plan.tokens)
     result, place = _result(plan, y), ((grid, 1, 1), plan.shared_bytes, x.device.index)
     threads = 128 * plan.groups + 128
     kernel_launch(f"many_rows{result}", plan.name + result, threads, *place, plan.macro, plan.cluster)(params, *maps)

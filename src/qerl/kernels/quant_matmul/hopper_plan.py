@@ -23,13 +23,12 @@ PACKED_ROWS = 4096
 # Counters of the workspace that sums of parts may use, and those of LoRA's u = x A^T inside a product.
 COUNTERS = (1 << 18) - (1 << 11)
 LORA_COUNTERS = 1 << 11
-# Up to so many rows of x a product makes u itself; above, u comes from a kernel of its own, whose time is small against
-# the product's. Few rows: 4 more warps multiply and sum. Many rows: the product's warps multiply, 3 idle ones sum.
+# Up to so many rows of x a product makes u itself, with warps beside those that multiply by the weights; above, u comes
+# from a kernel of its own, whose time is small against the product's.
 LORA_ROWS = 512
 LORA_WARPS_FEW, LORA_WARPS_MANY = 4, 3
-# Parts of a sum that one of these warps reads at once; more slices than this would take longer to sum than to make.
+# Slices of u that one of these warps reads at once when it sums them.
 _AT_ONCE = 8
-_MOST_SLICES = 64
 # Blocks of 16 channels by 8 rows that the two warps of a pair exchange at once where gate and up are multiplied: those
 # of a tile, or what tiles of 256 rows leave room for (``GIVEN`` in ``silu.cuh``).
 _MOST_EXCHANGED = {256: 4}
@@ -70,10 +69,11 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _lora_fits(m: int, ranks: int) -> int:
+def _lora_fits(m: int, ranks: int, k: int) -> int:
     """Slices of u [m, ranks] for which the workspace has room; 0: none, or it is not made inside a product."""
     tiles = _ceil(ranks, 16)
-    return LORA_BYTES // (tiles * _ceil(m, 8) * 512) if m <= LORA_ROWS and tiles + 2 <= LORA_COUNTERS else 0
+    counted = tiles + 2 <= LORA_COUNTERS and ranks * k < 1 << 32
+    return LORA_BYTES // (tiles * _ceil(m, 8) * 512) if m <= LORA_ROWS and counted else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class FewRowsPlan:
         makes for itself. The number of slices is where the two are about as long.
         """
         tiles, steps = _ceil(ranks, 16), k // 32
-        fitting = _lora_fits(m, ranks)
+        fitting = _lora_fits(m, ranks, k)
         best = round((steps * _AT_ONCE / (16 * _ceil(tiles, LORA_WARPS_FEW))) ** 0.5)
         return max(1, min(best, blocks // tiles, fitting, steps)) if fitting else None
 
@@ -148,7 +148,7 @@ class FewRowsPlan:
             slots = max(slots, (units * most // self.warps + 1 + units - 2) // units + 1)
         rings = self.warps * 2 * (UNIT_BYTES + 8) + 8 * X_CHUNKS + 8
         x = m * (_ceil(windows, self.slices) * 128 + 16)
-        lora = LORA_WARPS_FEW * 512 + 2 * m * (ranks + 8) if ranks else 0
+        lora = (LORA_WARPS_FEW - 1) * 512 + 2 * m * (ranks + 8) if ranks else 0
         return rings + 128 + x + 128 + self.warps * slots * 512 + lora
 
 
@@ -204,7 +204,7 @@ class ManyRowsPlan:
     def shared_bytes(self) -> int:
         """Dynamic shared memory: the ring and its barriers, what making u takes, what pairs of warps exchange."""
         window = self.tokens * 128 + 4 * self.groups * WINDOW_BYTES
-        sums = LORA_WARPS_MANY * 512 if self.makes_u else 0
+        sums = (LORA_WARPS_MANY - 1) * self.u_blocks * 512 if self.makes_u else 0
         blocks = 2 * self.groups * _MOST_EXCHANGED.get(self.tokens, self.tokens // 8) if self.silu else 0
         barriers = 2 * 4 * self.groups * 8 if self.cluster > 1 else 0
         return 1024 + self.stages * (self.unit * window + 16) + sums + _EXCHANGED_BYTES * blocks + barriers
@@ -214,12 +214,25 @@ class ManyRowsPlan:
         """Whether its kernel has registers left for warps that sum u."""
         return self.tokens < 256
 
+    @property
+    def u_blocks(self) -> int:
+        """Blocks of eight rows of u that such a warp makes at once (``U_BLOCKS`` in ``many_rows.cuh``)."""
+        return 2 if self.tokens <= 32 else 4
+
+    @property
+    def u_unroll(self) -> int:
+        """Chunks of 32 columns for which it loads at once (``make_parts_of_u`` in ``shrink.cuh``)."""
+        return 4 if self.u_blocks == 2 else 2
+
     def lora_slices(self, m: int, ranks: int, k: int, blocks: int) -> int | None:
-        """Slices of k in which `blocks` blocks make u [m, ranks], at most one part a block; None: they cannot."""
-        boxes = self.groups if self.unit == 4 else 2  # of 64 ranks (``BOXES`` in ``many_rows.cuh``)
-        parts = _ceil(ranks, 64 * boxes) * _ceil(m, self.tokens)
-        fitting = _lora_fits(m, ranks) if self.makes_u else 0
-        wanted = min(_ceil(k // WINDOW_COLUMNS, 2), _MOST_SLICES, blocks // parts, fitting)
+        """Slices of k in which `blocks` blocks make u [m, ranks], at most one part a block; None: they cannot.
+
+        As for few rows; the warps of all blocks share the sum of all slices.
+        """
+        parts, steps = _ceil(ranks, 16) * _ceil(m, 8 * self.u_blocks), k // 32
+        fitting = _lora_fits(m, ranks, k) if self.makes_u else 0
+        best = round((steps * _AT_ONCE / self.u_unroll) ** 0.5)
+        wanted = min(max(1, best), steps, blocks // parts, fitting)
         return wanted if wanted > 0 else None
 
     def partial_bytes(self, multiprocessors: int) -> int:

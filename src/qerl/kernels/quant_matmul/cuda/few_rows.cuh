@@ -9,7 +9,7 @@
 #include "silu.cuh"
 
 constexpr int X_CHUNKS = 8;
-constexpr int SHRINKERS = 4, SHRINK_BYTES = SHRINKERS * 512;  // warps that make u; their sums in shared memory
+constexpr int SHRINKERS = 4, SHRINK_BYTES = (SHRINKERS - 1) * 512;  // warps that make u; their sums in shared memory
 constexpr int COMPUTE_BARRIER = 1, SHRINK_BARRIER = 2;
 
 // The last block to bring its slice of a tile sums all slices in their order, and returns true.
@@ -44,44 +44,6 @@ __device__ __forceinline__ void add_lora(const Params& p, const Factor& factor, 
     }
 }
 
-// The slices of u that fall to this block, 16 ranks by up to eight tokens each: the warps beside the product cut them
-// again and add up through shared memory.
-__device__ __forceinline__ void make_slices(const Params& p, float4* sums, int worker, int lane) {
-    const Lora& l = p.lora;
-    const int g = lane >> 2, t = lane & 3, tiles = rank_tiles(p), chunks = p.k / 32;
-    const uint16_t* const x = p.x + (long long)min(g, p.m - 1) * p.k + 8 * t;
-    for (int item = blockIdx.x; item < tiles * l.slices; item += gridDim.x) {
-        const int tile = item % tiles, slice = item / tiles;
-        const int begin = chunks * slice / l.slices, end = chunks * (slice + 1) / l.slices;
-        const uint16_t* const upper = l.a + (long long)min(tile * 16 + g, l.width - 1) * p.k + 8 * t;
-        const uint16_t* const lower = l.a + (long long)min(tile * 16 + g + 8, l.width - 1) * p.k + 8 * t;
-        float c[4] = {};
-#pragma unroll 4
-        for (int chunk = begin + worker; chunk < end; chunk += SHRINKERS) {
-            const uint4 high = *(const uint4*)(upper + chunk * 32), low = *(const uint4*)(lower + chunk * 32);
-            const uint4 v = *(const uint4*)(x + chunk * 32);
-            const uint32_t even[4] = {high.x, low.x, high.y, low.y}, odd[4] = {high.z, low.z, high.w, low.w};
-            mma(c, even, v.x, v.y);
-            mma(c, odd, v.z, v.w);
-        }
-        sums[worker * 32 + lane] = make_float4(c[0], c[1], c[2], c[3]);
-        sync_warps<SHRINK_BARRIER, SHRINKERS * 32>();
-        if (worker == 0) {
-            float4 v = sums[lane];
-#pragma unroll
-            for (int w = 1; w < SHRINKERS; w++) {
-                const float4 f = sums[w * 32 + lane];
-                v.x += f.x, v.y += f.y, v.z += f.z, v.w += f.w;
-            }
-            __stcg((float4*)l.partial + (slice * tiles + tile) * 32 + lane, v);
-            __threadfence();
-            __syncwarp();
-            if (lane == 0) atomicAdd(l.counters + 2 + tile, 1);
-        }
-        sync_warps<SHRINK_BARRIER, SHRINKERS * 32>();  // the sums were read
-    }
-}
-
 // What the warps beside the product do: their part of the slices of u; then each block sums all of u for itself, in
 // shared memory (rows `pitch` apart), which takes less time than passing sums around.
 template <bool SILU>
@@ -90,8 +52,9 @@ __device__ __forceinline__ void serve_lora(const Params& p, uint16_t* u, int pit
     const int worker = uniform_warp() - blockDim.x / 32 + SHRINKERS, lane = threadIdx.x & 31, tiles = rank_tiles(p);
     if constexpr (SILU) prefetch_factors_of_pairs(p, tile_begin / 2, tile_end / 2, worker * 32 + lane, SHRINKERS * 32);
     else prefetch_factors(p, tile_begin, tile_end, worker * 32 + lane, SHRINKERS * 32);
+    prefetch_a<1>(p, worker * 32 + lane, SHRINKERS * 32);
     wait_for_predecessors();
-    make_slices(p, sums, worker, lane);
+    make_parts_of_u<SHRINKERS, SHRINK_BARRIER, 1>(p, sums, worker, lane);
 #pragma unroll 1
     for (int tile = worker; tile < tiles; tile += SHRINKERS) {
         if (lane == 0) poll(p.lora.counters + 2 + tile, p.lora.slices);

@@ -13,7 +13,6 @@
 #include "shrink.cuh"
 #include "silu.cuh"
 #include "stream_k.cuh"
-#include "u_part.cuh"
 
 struct TensorMap {
     alignas(64) unsigned char opaque[128];
@@ -47,17 +46,20 @@ __device__ __forceinline__ void tensor_load(uint32_t dst, const TensorMap* map, 
         : "memory");
 }
 
-// Registers of a thread of the producer's warpgroup and of the others. The largest tile leaves none to sum u with.
+// Registers of a thread of the producer's warpgroup and of the others. The largest tile leaves none to make u with.
 template <int TOKENS, int GROUPS>
 constexpr int producer_registers = TOKENS == 256 ? 24
-                                   : GROUPS == 2 ? 72
-                                                 : 56;
+                                   : GROUPS == 2 ? 96
+                                                 : 80;
 template <int TOKENS, int GROUPS>
 constexpr int product_registers = TOKENS == 256 ? 240
-                                  : GROUPS == 2 ? 216
-                                                : 152;
-constexpr int SUMMERS = 3, SUM_BARRIER = 2;  // warps that sum u
-constexpr int RING_BARRIER = 1, IDLE_BARRIER = 3;
+                                  : GROUPS == 2 ? 208
+                                                : 144;
+constexpr int SHRINKERS = 3, SHRINK_BARRIER = 2;  // warps that make u
+template <int TOKENS>
+constexpr int U_BLOCKS = TOKENS <= 32 ? 2 : 4;  // of eight tokens, that they multiply at once
+template <int TOKENS>
+constexpr int SHRINK_BYTES = TOKENS < 256 ? (SHRINKERS - 1) * U_BLOCKS<TOKENS> * 512 : 0;
 
 // The segments of a tile of WARPS row tiles, each in steps of 64 ranks: what LoRA multiplies, in the order of the ring.
 // Pairs of gate and up lie in both segments.
@@ -69,14 +71,14 @@ __device__ __forceinline__ void for_lora_steps(const Params& p, int row_block, S
         for (int r = 0; r < p.lora.rank[s]; r += 64) step(s, r);
 }
 
+constexpr int EARLY = 2;  // of a tile's factors, 16 ranks each: loaded at its begin
+
 // UNIT windows of all channels and of x are one stage, filled by one producer warp. WIDE: y is fp32. SILU: y is
 // silu(gate) * up (silu.cuh); the first half of the warps holds tiles of gate, the second those of up.
 template <int TOKENS, int GROUPS, int UNIT, int STAGES, bool WIDE = false, bool SILU = false>
-__device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_map, const TensorMap* u_map,
-                                          const TensorMap* a_map) {
+__device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_map, const TensorMap* u_map) {
     constexpr int WARPS = GROUPS * 4, X_BYTES = TOKENS * 128, W_BYTES = UNIT * WINDOW_BYTES;
-    constexpr int BOXES = UNIT == 4 ? GROUPS : 2, PAIRS = WARPS / 2;
-    using Part = UPart<TOKENS, BOXES>;
+    constexpr int PAIRS = WARPS / 2;
     extern __shared__ __align__(1024) unsigned char shared[];
     const int warp = uniform_warp(), lane = threadIdx.x & 31;
     const int tiles = p.n / 16, windows = p.k / 64;
@@ -92,7 +94,7 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
     const uint32_t base = smem_address(shared), x_base = (base + 1023) & ~1023u;
     const uint32_t w_base = x_base + STAGES * UNIT * X_BYTES;
     const uint32_t full = w_base + STAGES * WARPS * W_BYTES, empty = full + STAGES * 8;
-    const uint32_t of_tile = empty + STAGES * 8 + (TOKENS < 256 ? SUMMERS * 512 : 0);
+    const uint32_t of_tile = empty + STAGES * 8 + SHRINK_BYTES<TOKENS>;
     static_assert(TILE_BYTES<TOKENS, WARPS> <= STAGES * UNIT * X_BYTES, "parts lie where x was");
 
     launch_dependents();
@@ -116,42 +118,22 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                 for (int tile = begin / work.units; tile * (int)work.units < end; tile++) {
                     if constexpr (SILU) {
                         const int first = tile % work.row_blocks * PAIRS;
-                        prefetch_factors_of_pairs(p, first, min(first + PAIRS, tiles / 2), thread, SUMMERS * 32);
+                        prefetch_factors_of_pairs(p, first, min(first + PAIRS, tiles / 2), thread, SHRINKERS * 32);
                     } else {
                         const int first = tile % work.row_blocks * WARPS;
-                        prefetch_factors(p, first, min(first + WARPS, tiles), thread, SUMMERS * 32);
+                        prefetch_factors(p, first, min(first + WARPS, tiles), thread, SHRINKERS * 32);
                     }
                 }
-                const Part part(p);
-                const int rank0 = part.group * 64 * BOXES, ranks = min(64 * BOXES, p.lora.width - rank0);
-                const uint16_t* a = p.lora.a + (long long)rank0 * p.k + part.first * 64;
-                for (int i = thread; i < ranks * part.steps(); i += SUMMERS * 32)
-                    prefetch(a + (long long)(i % ranks) * p.k + i / ranks * 64);
+                prefetch_a<U_BLOCKS<TOKENS>>(p, thread, SHRINKERS * 32);
                 wait_for_predecessors();
-                // Not by the producer: with these loops in its way, its copies would not take uniform registers.
-                if (warp == WARPS + 1 && elect())
-                    for (int i = 0; i < part.steps(); i++) {
-                        const int stage = i % STAGES, window = part.first + i;
-                        barrier_wait(empty + stage * 8, i / STAGES + 1 & 1);
-                        barrier_expect(full + stage * 8, X_BYTES + BOXES * A_BYTES);
-                        tensor_load(x_base + stage * UNIT * X_BYTES, x_map, window * 64, part.token_block * TOKENS,
-                                    full + stage * 8);
-#pragma unroll
-                        for (int j = 0; j < BOXES; j++)
-                            tensor_load(a_place<TOKENS, WARPS, UNIT>(x_base, w_base, stage) + j * A_BYTES, a_map,
-                                        window * 64, (part.group * BOXES + j) * 64, full + stage * 8);
-                    }
-                __syncwarp();
-                if (warp == WARPS + 1 && part.steps() > STAGES) sync_warps<RING_BARRIER, 64>();
                 float4* const sums = (float4*)(shared + (empty + STAGES * 8 - base));
-                sum_u<SUMMERS, SUM_BARRIER>(p, p.lora.slices * Part::token_blocks(p), sums, warp - WARPS - 1, lane);
+                const int worker = warp - WARPS - 1;
+                make_parts_of_u<SHRINKERS, SHRINK_BARRIER, U_BLOCKS<TOKENS>>(p, sums, worker, lane);
+                const int arrivals = p.lora.slices * UPart<U_BLOCKS<TOKENS>>::groups(p);
+                sum_u<SHRINKERS, SHRINK_BARRIER>(p, arrivals, sums, worker, lane);
                 return;
             }
         }
-        // A parity tells two phases apart, no more: a ring that went round is taken over when the last copy of its part
-        // of u is on its way, and no stage is more than a phase ahead of what the producer waits for next.
-        const int taken = steps_of_u<TOKENS, BOXES>(p);
-        if (warp == WARPS && taken > STAGES) sync_warps<RING_BARRIER, 64>();
         // One thread, and values the compiler can see to be uniform: copies take their operands from uniform registers.
         if (warp == WARPS && elect()) {
             const uint64_t policy = evict_first_policy();
@@ -189,7 +171,7 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                     if (++row_block == work.row_blocks) row_block = 0, token0 += TOKENS;
                 }
             };
-            int stage = taken % STAGES, phase = taken / STAGES & 1;
+            int stage = 0, phase = 0;
             auto next_stage = [&]() {
                 if (++stage == STAGES) stage = 0, phase ^= 1;
             };
@@ -207,9 +189,9 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
             // The weights of the first stages are on their way before the kernel that makes x has ended; with LoRA,
             // those before the first step that reads u.
             const int plain = p.lora.u ? (int)work.units - unit + (unit ? work.units : 0) : STAGES;
-            const int early = max(0, min(min(STAGES - taken, end - begin), plain));
+            const int early = min(min(STAGES, end - begin), plain);
             const int unit0 = unit, row_block0 = row_block, token00 = token0;
-            for (int s = 0; s < early; s++) load_weights(taken + s), advance();
+            for (int s = 0; s < early; s++) load_weights(s), advance();
             wait_for_predecessors();
             unit = unit0, row_block = row_block0, token0 = token00;
             bool begins = unit == 0;
@@ -234,40 +216,23 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
         int stage = 0, phase = 0, at = begin;
         int tile = begin / work.units, unit = begin % work.units;
         const unsigned char* const w_warp = shared + (w_base - base) + warp * W_BYTES;
-        if constexpr (TOKENS < 256) {
-            const Part part(p);
-            if (part.steps()) {
-#pragma unroll
-                for (int b = 0; b < TOKENS / 8; b++) c[b][0] = c[b][1] = c[b][2] = c[b][3] = 0.0f;
-                for (int i = 0; i < part.steps(); i++) {
-                    barrier_wait(full + stage * 8, phase);
-                    if (BOXES == GROUPS || warp < BOXES * 4) {
-                        load_a(a[0], a_place<TOKENS, WARPS, UNIT>(x_base, w_base, stage) + (warp >> 2) * A_BYTES, warp,
-                               lane);
-                        const uint64_t x = x_descriptor(x_base + stage * UNIT * X_BYTES);
-                        wgmma_fence();
-#pragma unroll
-                        for (int j = 0; j < 4; j++) wgmma<TOKENS>(c, a[0][j], x + j * 2);
-                        wgmma_commit();
-                        wgmma_wait<0>();
-                    } else {
-                        sync_warps<IDLE_BARRIER, 128>();  // as products do: no warp falls a round of the ring behind
-                    }
-                    if ((threadIdx.x & 127) == 0) barrier_arrive(empty + stage * 8);
-                    if (++stage == STAGES) stage = 0, phase ^= 1;
-                }
-#pragma unroll
-                for (int b = 0; b < TOKENS / 8; b++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) asm volatile("" : "+f"(c[b][i])::"memory");
-                wait_for_predecessors();  // the workspace
-                if (warp < BOXES * 4) leave_u<TOKENS, BOXES>(p, part, warp, lane, c);
-            }
-        }
         while (at < end) {
             const bool begins = unit == 0;
             const int stop = min((int)work.units, unit + end - at);
             at += stop - unit;
+            const int row_block = tile % work.row_blocks, pair = row_block * PAIRS + warp % PAIRS;
+            const int row_tile =
+                SILU ? tile_of_pair(p, min(pair, tiles / 2 - 1), warp >= PAIRS) : row_block * WARPS + warp;
+            const Epilogue e(p, min(row_tile, tiles - 1), lane);
+            // What LoRA multiplies first is on its way while the sum runs.
+            uint32_t early[EARLY][4] = {};
+            if (begins && p.lora.u) {
+                const Factor factor(p, e.segment, min(row_tile, tiles - 1));
+                wait_for_predecessors();
+#pragma unroll
+                for (int j = 0; j < EARLY; j++)
+                    if (j * 16 < factor.rank) factor.load(early[j], j * 16, lane);
+            }
 #pragma unroll
             for (int b = 0; b < TOKENS / 8; b++) c[b][0] = c[b][1] = c[b][2] = c[b][3] = 0.0f;
             int held = -1;  // stage whose last products may still run
@@ -301,11 +266,7 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
 #pragma unroll
                 for (int i = 0; i < 4; i++) asm volatile("" : "+f"(c[b][i])::"memory");
 
-            wait_for_predecessors();  // from here on: b, the workspace, y
-            const int row_block = tile % work.row_blocks, pair = row_block * PAIRS + warp % PAIRS;
-            const int row_tile =
-                SILU ? tile_of_pair(p, min(pair, tiles / 2 - 1), warp >= PAIRS) : row_block * WARPS + warp;
-            const Epilogue e(p, min(row_tile, tiles - 1), lane);
+            wait_for_predecessors();  // from here on: the workspace, y
 #pragma unroll
             for (int b = 0; b < TOKENS / 8; b++)
 #pragma unroll
@@ -316,8 +277,12 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                     const Factor factor(p, s, min(row_tile, tiles - 1));
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
-                        a[0][j][0] = a[0][j][1] = a[0][j][2] = a[0][j][3] = 0;
-                        if (e.segment == s && r + j * 16 < factor.rank) factor.load(a[0][j], r + j * 16, lane);
+                        const bool is_early = j < EARLY && r == 0;
+#pragma unroll
+                        for (int i = 0; i < 4; i++)
+                            a[0][j][i] = is_early && e.segment == s ? early[min(j, EARLY - 1)][i] : 0;
+                        if (!is_early && e.segment == s && r + j * 16 < factor.rank)
+                            factor.load(a[0][j], r + j * 16, lane);
                     }
                     barrier_wait(full + stage * 8, phase);
                     const uint64_t u = x_descriptor(x_base + stage * UNIT * X_BYTES);
@@ -349,8 +314,7 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
             if (finished && (SILU ? pair < tiles / 2 : row_tile < tiles)) {
                 const int token0 = tile / work.row_blocks * TOKENS;
                 if constexpr (SILU) {
-                    uint2* const exchange =
-                        (uint2*)(shared + (empty + STAGES * 8 + (TOKENS < 256 ? SUMMERS * 512 : 0) - base));
+                    uint2* const exchange = (uint2*)(shared + (empty + STAGES * 8 + SHRINK_BYTES<TOKENS> - base));
                     store_pair<TOKENS, WARPS>(p, e, pair, token0, warp, lane, exchange, c);
                 } else if constexpr (WIDE) {
                     store_wide<TOKENS / 8>(p, e, row_tile, token0, lane, c);

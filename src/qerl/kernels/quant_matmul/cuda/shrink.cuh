@@ -30,6 +30,88 @@ __device__ __forceinline__ int rank_tiles(const Params& p) {
     return (p.lora.width + 15) / 16;
 }
 
+// u is made in slices of k, of 16 ranks and 8 BLOCKS tokens; this one is the `index`-th.
+template <int BLOCKS>
+struct UPart {
+    int tile, group, slice, begin, end;  // of tokens; chunks of 32 columns
+    __device__ __forceinline__ static int groups(const Params& p) { return (p.m + 8 * BLOCKS - 1) / (8 * BLOCKS); }
+    __device__ __forceinline__ static int count(const Params& p) { return rank_tiles(p) * groups(p) * p.lora.slices; }
+    __device__ __forceinline__ UPart(const Params& p, int index) {
+        const int tiles = rank_tiles(p), chunks = p.k / 32;
+        tile = index % tiles, index /= tiles;
+        group = index % groups(p), slice = index / groups(p);
+        begin = chunks * slice / p.lora.slices, end = chunks * (slice + 1) / p.lora.slices;
+    }
+};
+
+// What this block reads of A for its first part of u, on the way into the L2 cache.
+template <int BLOCKS>
+__device__ __forceinline__ void prefetch_a(const Params& p, int thread, int threads) {
+    const int index = blockIdx.x;
+    if (index >= UPart<BLOCKS>::count(p)) return;
+    const UPart<BLOCKS> part(p, index);
+    const int ranks = min(16, p.lora.width - part.tile * 16);
+    for (int i = thread; i < ranks * (part.end - part.begin); i += threads)
+        prefetch(p.lora.a + (long long)(part.tile * 16 + i % ranks) * p.k + (part.begin + i / ranks) * 32);
+}
+
+// The parts of u that fall to this block: WORKERS warps beside the product cut them again and add up through shared
+// memory, `sums` [WORKERS - 1, BLOCKS, 32].
+template <int WORKERS, int BARRIER, int BLOCKS>
+__device__ __forceinline__ void make_parts_of_u(const Params& p, float4* sums, int worker, int lane) {
+    const Lora& l = p.lora;
+    const int g = lane >> 2, t = lane & 3, token_blocks = (p.m + 7) / 8;
+#pragma unroll 1
+    for (int index = blockIdx.x; index < UPart<BLOCKS>::count(p); index += gridDim.x) {
+        const UPart<BLOCKS> part(p, index);
+        // Offsets, because addresses take twice the registers.
+        const uint32_t column = part.begin * 32 + worker * 32 + 8 * t, last = l.width - 1;
+        const uint32_t upper = min(part.tile * 16u + g, last) * p.k, lower = min(part.tile * 16u + g + 8, last) * p.k;
+        uint32_t row[BLOCKS];
+        float c[BLOCKS][4];
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+            row[b] = min((part.group * BLOCKS + b) * 8 + g, p.m - 1) * p.k;
+            c[b][0] = c[b][1] = c[b][2] = c[b][3] = 0.0f;
+        }
+#pragma unroll(BLOCKS > 2 ? 2 : 4)
+        for (uint32_t at = column; at < part.end * 32; at += WORKERS * 32) {
+            const uint4 high = *(const uint4*)(l.a + upper + at), low = *(const uint4*)(l.a + lower + at);
+            const uint32_t even[4] = {high.x, low.x, high.y, low.y}, odd[4] = {high.z, low.z, high.w, low.w};
+#pragma unroll
+            for (int b = 0; b < BLOCKS; b++) {
+                const uint4 v = *(const uint4*)(p.x + row[b] + at);
+                mma(c[b], even, v.x, v.y);
+                mma(c[b], odd, v.z, v.w);
+            }
+        }
+        if (worker > 0)
+#pragma unroll
+            for (int b = 0; b < BLOCKS; b++)
+                sums[((worker - 1) * BLOCKS + b) * 32 + lane] = make_float4(c[b][0], c[b][1], c[b][2], c[b][3]);
+        sync_warps<BARRIER, WORKERS * 32>();
+        if (worker == 0) {
+            const int first = part.group * BLOCKS;
+            float4* const to =
+                (float4*)l.partial + ((long long)(part.slice * rank_tiles(p) + part.tile) * token_blocks + first) * 32;
+#pragma unroll
+            for (int b = 0; b < BLOCKS; b++) {
+                float4 v = make_float4(c[b][0], c[b][1], c[b][2], c[b][3]);
+#pragma unroll
+                for (int w = 0; w < WORKERS - 1; w++) {
+                    const float4 f = sums[(w * BLOCKS + b) * 32 + lane];
+                    v.x += f.x, v.y += f.y, v.z += f.z, v.w += f.w;
+                }
+                if (first + b < token_blocks) __stcg(to + b * 32 + lane, v);
+            }
+            __threadfence();
+            __syncwarp();
+            if (lane == 0) atomicAdd(l.counters + 2 + part.tile, 1);
+        }
+        sync_warps<BARRIER, WORKERS * 32>();  // the sums were read
+    }
+}
+
 __device__ __forceinline__ void poll(const int* counter, int wanted) {
     int found;
     do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(counter) : "memory");
