@@ -38,9 +38,10 @@ LORA_BYTES = 8 << 20
 # What a block of the LoRA shrink reads of A and x: less makes more slices to add up.
 _SHRINK_BYTES = 48 << 10
 
-# Microseconds a multiprocessor needs for a unit in the few-row kernel, and what cutting k costs at the end.
+# Microseconds a multiprocessor needs for a unit in the few-row kernel, and what cutting k costs at the end: for the first
+# tile whose slices a warp sums, and for each further one.
 _UNIT_US = 0.065
-_SLICE_US = 0.8
+_SLICE_US, _NEXT_SLICE_US = 0.8, 1.7
 # Units of a block from which on 12 and 16 warps pay.
 _WARPS = ((100, 16), (48, 12), (0, 8))
 # (rows of x in a tile, warpgroups) -> windows a stage, stages, microseconds a window, fixed cost of shared tiles.
@@ -297,7 +298,9 @@ def few_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan |
             continue
         if slices > 1 and (slices * n * 8 * 4 > workspace_bytes(multiprocessors) or n // TILE_ROWS > COUNTERS):
             continue
-        cost = units * _UNIT_US + (_SLICE_US if slices > 1 else 0.0)
+        summed = _ceil(plan.tiles(n, multiprocessors), warps)
+        summing_us = _SLICE_US + (summed - 1) * _NEXT_SLICE_US if slices > 1 else 0.0
+        cost = units * _UNIT_US + summing_us
         if best is None or cost < best[0]:
             best = cost, plan
     return best[1] if best else None

@@ -194,8 +194,10 @@ __device__ __forceinline__ void input_grad(const Params& p, const TensorMap* dy_
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
 
+    constexpr int ITS_REGISTERS = GROUPS == 3 ? 32 : 24, REGISTERS = GROUPS == 2 ? 240 : 160;
+    static_assert(registers_suffice<GROUPS, ITS_REGISTERS, REGISTERS>, "warps would wait for registers for ever");
     if (warp >= WARPS) {  // a whole warpgroup, because registers are handed over by warpgroups
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 3 ? 32 : 24));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(ITS_REGISTERS));
         if (warp == WARPS && elect()) {
             int row_block = at.row_block(), token0 = at.token0();
             auto load_weights = [&](int stage) {
@@ -230,7 +232,7 @@ __device__ __forceinline__ void input_grad(const Params& p, const TensorMap* dy_
             }
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 240 : 160));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
         const int group = warp >> 2, t = lane & 3;
         const Selectors select(lane);
         // Word lane / 8 of the 16 bytes of lane (2t, warp & 3) of the layout; those of lane (2t + 1, ..) are 64

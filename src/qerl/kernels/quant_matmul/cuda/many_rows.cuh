@@ -49,7 +49,7 @@ __device__ __forceinline__ void tensor_load(uint32_t dst, const TensorMap* map, 
 // Registers of a thread of the producer's warpgroup and of the others. The largest tile leaves none to make u with.
 template <int TOKENS, int GROUPS>
 constexpr int producer_registers = TOKENS == 256 ? 24
-                                   : GROUPS == 2 ? 96
+                                   : GROUPS == 2 ? 88
                                                  : 80;
 template <int TOKENS, int GROUPS>
 constexpr int product_registers = TOKENS == 256 ? 240
@@ -95,6 +95,8 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
     const uint32_t w_base = x_base + STAGES * UNIT * X_BYTES;
     const uint32_t full = w_base + STAGES * WARPS * W_BYTES, empty = full + STAGES * 8;
     const uint32_t of_tile = empty + STAGES * 8 + SHRINK_BYTES<TOKENS>;
+    constexpr int ITS_REGISTERS = producer_registers<TOKENS, GROUPS>, REGISTERS = product_registers<TOKENS, GROUPS>;
+    static_assert(registers_suffice<GROUPS, ITS_REGISTERS, REGISTERS>, "warps would wait for registers for ever");
     static_assert(TILE_BYTES<TOKENS, WARPS> <= STAGES * UNIT * X_BYTES, "parts lie where x was");
 
     launch_dependents();
@@ -110,7 +112,7 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
     else __syncthreads();
 
     if (warp >= WARPS) {  // a whole warpgroup, because registers are handed over by warpgroups
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(producer_registers<TOKENS, GROUPS>));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(ITS_REGISTERS));
         if constexpr (TOKENS < 256) {
             if (warp > WARPS) {
                 if (!p.lora.a) return;
@@ -210,7 +212,7 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
             if (!awaited) await_u(p);  // every block must have seen it before the counters are cleared
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(product_registers<TOKENS, GROUPS>));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
         float c[TOKENS / 8][4];
         uint32_t a[2][4][4];
         int stage = 0, phase = 0, at = begin;
