@@ -20,7 +20,7 @@ from qerl.kernels.quant_matmul.hopper_plan import (
     LORA_COUNTERS,
     LORA_ROWS,
     LORA_WARPS_FEW,
-    LORA_WARPS_MANY,
+    LORA_CHUNKS_FEW,
     MANY_ROWS,
     SHARED_BYTES,
     FewRowsPlan,
@@ -144,8 +144,15 @@ def test_slices_of_u_inside_a_product_stay_inside_the_workspace(k: int, ranks: i
                 slices = plan.lora_slices(m, ranks, k, blocks)
                 if slices is None:  # no room in the workspace, no registers, or more parts than blocks
                     few = isinstance(plan, FewRowsPlan)
-                    parts = 0 if few else tiles * -(-m // (8 * plan.u_blocks))
-                    assert tiles + 2 > LORA_COUNTERS or (not few and not plan.makes_u) or blocks < parts
+                    parts = 0 if few else tiles * -(-m // (8 * plan.lora_blocks))
+                    trips = (
+                        0
+                        if few or not plan.lora_warps
+                        else k // 32 / (blocks // parts * plan.lora_warps)
+                        if blocks >= parts
+                        else 99
+                    )
+                    assert tiles + 2 > LORA_COUNTERS or (not few and not plan.lora_warps) or trips > 1
                     continue
                 assert 1 <= slices <= k // 32
                 assert slices * tiles * -(-m // 8) * 512 <= LORA_BYTES and tiles + 2 <= LORA_COUNTERS
@@ -154,17 +161,10 @@ def test_slices_of_u_inside_a_product_stay_inside_the_workspace(k: int, ranks: i
 
 def test_warps_that_make_u_as_the_kernels_have_them() -> None:
     assert f"SHRINKERS = {LORA_WARPS_FEW}, " in (SOURCES / "few_rows.cuh").read_text()
-    many = (SOURCES / "many_rows.cuh").read_text()
-    assert f"SHRINKERS = {LORA_WARPS_MANY}, " in many and "U_BLOCKS = TOKENS <= 32 ? 2 : 4;" in many
-    assert "#pragma unroll(BLOCKS > 2 ? 2 : 4)" in (SOURCES / "shrink.cuh").read_text()
-    assert {plan.tokens: (plan.u_blocks, plan.u_unroll) for plan in all_many_rows_plans()} == {
-        **dict.fromkeys((16, 32), (2, 4)),
-        **dict.fromkeys((64, 128, 256), (4, 2)),
-    }
-    assert FewRowsPlan(8).lora_slices(8, 96, 3584, 132) == 5 and FewRowsPlan(8).lora_slices(8, 32, 18944, 132) == 17
-    plan = ManyRowsPlan(64, 2, False)
-    assert plan.lora_slices(64, 96, 3584, 132) == 11 and plan.lora_slices(64, 32, 18944, 132) == 33
-    assert ManyRowsPlan(32, 2, False).lora_slices(32, 96, 3584, 132) == 11
+    assert f"SHRINK_BARRIER, 1, {LORA_CHUNKS_FEW}>" in (SOURCES / "few_rows.cuh").read_text()
+    assert FewRowsPlan(8).lora_slices(8, 96, 3584, 132) == 6 and FewRowsPlan(8).lora_slices(8, 32, 18944, 132) == 15
+    assert ManyRowsPlan(32, 2, False).lora_slices(32, 96, 3584, 132) == 10
+    assert ManyRowsPlan(64, 3, False).lora_slices(64, 64, 3584, 132) == 10
     assert ManyRowsPlan(128, 2, False).lora_slices(256, 96, 3584, 132) == 2
     # What making u takes besides: sums of 3 of 4 warps, then rows of u 8 columns apart.
     plan = FewRowsPlan(8)

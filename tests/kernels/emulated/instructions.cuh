@@ -196,8 +196,8 @@ inline void land(Landing& copy) {
     }
     MemoryBarrier& barrier = block.barriers.at(copy.bar);
     barrier.bytes -= copy.bytes;
-    // Those that the other block of a cluster sends may come before they are expected.
-    if (barrier.bytes < 0 && machine.cluster_size == 1) machine.problem = "more bytes than expected";
+    // They may come before they are expected, while that arrival is missing.
+    if (barrier.bytes < 0 && barrier.pending == 0) machine.problem = "more bytes than expected";
     settle(barrier);
     const Fiber* fiber = &machine.fibers[copy.rank * machine.threads];
     if (std::all_of(fiber, fiber + machine.threads, [](const Fiber& f) { return f.done; }))

@@ -193,8 +193,9 @@ def run_many_rows(
         _set_lora(params, x, lora, u, slices, u_is_made)
         maps[1] = bf16_map(u.data_ptr(), *u.shape, plan.tokens)
     result, place = _result(plan, y), ((grid, 1, 1), plan.shared_bytes, x.device.index)
-    threads = 128 * plan.groups + 128
-    kernel_launch(f"many_rows{result}", plan.name + result, threads, *place, plan.macro, plan.cluster)(params, *maps)
+    kernel_launch(f"many_rows{result}", plan.name + result, plan.threads, *place, plan.macro, plan.cluster)(
+        params, *maps
+    )
 
 
 def _result(plan: FewRowsPlan | ManyRowsPlan, y: torch.Tensor) -> str:

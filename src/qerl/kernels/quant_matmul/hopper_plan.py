@@ -26,20 +26,21 @@ LORA_COUNTERS = 1 << 11
 # Up to so many rows of x a product makes u itself, with warps beside those that multiply by the weights; above, u comes
 # from a kernel of its own, whose time is small against the product's.
 LORA_ROWS = 512
-LORA_WARPS_FEW, LORA_WARPS_MANY = 4, 3
-# Slices of u that one of these warps reads at once when it sums them.
-_AT_ONCE = 8
+LORA_WARPS_FEW = 4
+# Chunks of 32 columns for which such a warp loads at once where it makes u, slices that it reads at once where it sums
+# them, and more trips to the L2 cache than these take longer than a kernel of its own.
+LORA_CHUNKS_FEW, _SLICES_AT_ONCE, _MOST_TRIPS = 5, 8, 8
 # Blocks of 16 channels by 8 rows that the two warps of a pair exchange at once where gate and up are multiplied: those
 # of a tile, or what tiles of 256 rows leave room for (``GIVEN`` in ``silu.cuh``).
-_MOST_EXCHANGED = {256: 4}
+_MOST_EXCHANGED = {256: 4, 128: 8}
 _EXCHANGED_BYTES = 16 * 8 * 2
 # Of the workspace, for slices of u.
 LORA_BYTES = 8 << 20
 # What a block of the LoRA shrink reads of A and x: less makes more slices to add up.
 _SHRINK_BYTES = 48 << 10
 
-# Microseconds a multiprocessor needs for a unit in the few-row kernel, and what cutting k costs at the end: for the first
-# tile whose slices a warp sums, and for each further one.
+# Microseconds a multiprocessor needs for a unit in the few-row kernel, and what cutting k costs at the end: for the
+# first tile whose slices a warp sums, and for each further one.
 _UNIT_US = 0.065
 _SLICE_US, _NEXT_SLICE_US = 0.8, 1.7
 # Units of a block from which on 12 and 16 warps pay.
@@ -75,6 +76,21 @@ def _lora_fits(m: int, ranks: int, k: int) -> int:
     tiles = _ceil(ranks, 16)
     counted = tiles + 2 <= LORA_COUNTERS and ranks * k < 1 << 32
     return LORA_BYTES // (tiles * _ceil(m, 8) * 512) if m <= LORA_ROWS and counted else 0
+
+
+@cache
+def _slices_of_u(chunks: int, made: int, sums: int, summed: int, most: int) -> tuple[int, int]:
+    """(trips to the L2 cache, slices of `chunks`): the fewest trips, then the fewest loads; `most` slices at most.
+
+    A block makes a slice, `made` chunks a trip; then it does `sums` sums one after the other, `summed` slices a trip.
+    """
+
+    def cost(slices: int) -> tuple[int, int]:
+        chunks_each = _ceil(chunks, slices)
+        return _ceil(chunks_each, made) + sums * _ceil(slices, summed), chunks_each + sums * slices
+
+    best = min(range(1, min(chunks, most) + 1), key=cost)
+    return cost(best)[0], best
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +142,12 @@ class FewRowsPlan:
         return self.tiles(n, multiprocessors) * _ceil(depth, UNIT_WINDOWS)
 
     def lora_slices(self, m: int, ranks: int, k: int, blocks: int) -> int | None:
-        """Slices of k in which `blocks` blocks make u [m, ranks]; None: they cannot.
-
-        Both halves of the work are chains of reads: a block's own slice, and the sum of all slices, which every block
-        makes for itself. The number of slices is where the two are about as long.
-        """
-        tiles, steps = _ceil(ranks, 16), k // 32
-        fitting = _lora_fits(m, ranks, k)
-        best = round((steps * _AT_ONCE / (16 * _ceil(tiles, LORA_WARPS_FEW))) ** 0.5)
-        return max(1, min(best, blocks // tiles, fitting, steps)) if fitting else None
+        """Slices of k in which `blocks` blocks make u [m, ranks]; None: they cannot. Every block sums all of u."""
+        tiles, warps = _ceil(ranks, 16), LORA_WARPS_FEW
+        most = min(max(1, blocks // tiles), _lora_fits(m, ranks, k))
+        if most == 0:
+            return None
+        return _slices_of_u(k // 32, warps * LORA_CHUNKS_FEW, _ceil(tiles, warps), _SLICES_AT_ONCE, most)[1]
 
     def shared_bytes(self, m: int, n: int, k: int, multiprocessors: int, ranks: int = 0) -> int:
         """Dynamic shared memory: rings, barriers, x, partial sums (as ``few_rows.cuh`` lays them out).
@@ -205,36 +218,44 @@ class ManyRowsPlan:
     def shared_bytes(self) -> int:
         """Dynamic shared memory: the ring and its barriers, what making u takes, what pairs of warps exchange."""
         window = self.tokens * 128 + 4 * self.groups * WINDOW_BYTES
-        sums = (LORA_WARPS_MANY - 1) * self.u_blocks * 512 if self.makes_u else 0
+        sums = max(0, self.lora_warps - 1) * self.lora_blocks * 512
         blocks = 2 * self.groups * _MOST_EXCHANGED.get(self.tokens, self.tokens // 8) if self.silu else 0
         barriers = 2 * 4 * self.groups * 8 if self.cluster > 1 else 0
         return 1024 + self.stages * (self.unit * window + 16) + sums + _EXCHANGED_BYTES * blocks + barriers
 
     @property
-    def makes_u(self) -> bool:
-        """Whether its kernel has registers left for warps that sum u."""
-        return self.tokens < 256
+    def threads(self) -> int:
+        """Of a block: the product's warpgroups, and those beside them."""
+        return 384 if self.tokens == 256 else 512
 
     @property
-    def u_blocks(self) -> int:
-        """Blocks of eight rows of u that such a warp makes at once (``U_BLOCKS`` in ``many_rows.cuh``)."""
+    def lora_warps(self) -> int:
+        """Warps beside the product that make u; the largest tile leaves no registers for any."""
+        return 0 if self.tokens == 256 else {2: 7, 3: 3}[self.groups]
+
+    @property
+    def lora_blocks(self) -> int:
+        """Blocks of eight rows of u that such a warp makes at once."""
         return 2 if self.tokens <= 32 else 4
 
     @property
-    def u_unroll(self) -> int:
-        """Chunks of 32 columns for which it loads at once (``make_parts_of_u`` in ``shrink.cuh``)."""
-        return 4 if self.u_blocks == 2 else 2
+    def lora_chunks(self) -> int:
+        """Chunks of 32 columns for which it loads at once."""
+        return {2: 5, 3: 4}[self.groups] - self.lora_blocks // 2
 
     def lora_slices(self, m: int, ranks: int, k: int, blocks: int) -> int | None:
-        """Slices of k in which `blocks` blocks make u [m, ranks], at most one part a block; None: they cannot.
+        """Slices of k in which `blocks` blocks make u [m, ranks], at most one part a block; None: they cannot, or it
+        takes too long.
 
-        As for few rows; the warps of all blocks share the sum of all slices.
+        The blocks share out the sums, the warps of a block its slices.
         """
-        parts, steps = _ceil(ranks, 16) * _ceil(m, 8 * self.u_blocks), k // 32
-        fitting = _lora_fits(m, ranks, k) if self.makes_u else 0
-        best = round((steps * _AT_ONCE / self.u_unroll) ** 0.5)
-        wanted = min(max(1, best), steps, blocks // parts, fitting)
-        return wanted if wanted > 0 else None
+        tiles, token_blocks, warps = _ceil(ranks, 16), _ceil(m, 8), self.lora_warps
+        most = min(blocks // (tiles * _ceil(token_blocks, self.lora_blocks)), _lora_fits(m, ranks, k))
+        if most == 0 or warps == 0:
+            return None
+        made, sums = warps * self.lora_chunks, _ceil(tiles * token_blocks, blocks)
+        trips, slices = _slices_of_u(k // 32, made, sums, warps * _SLICES_AT_ONCE, most)
+        return slices if trips <= _MOST_TRIPS else None
 
     def partial_bytes(self, multiprocessors: int) -> int:
         """Workspace: two shared tiles a block, fp32."""

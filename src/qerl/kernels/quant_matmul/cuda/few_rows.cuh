@@ -54,7 +54,7 @@ __device__ __forceinline__ void serve_lora(const Params& p, uint16_t* u, int pit
     else prefetch_factors(p, tile_begin, tile_end, worker * 32 + lane, SHRINKERS * 32);
     prefetch_a<1>(p, worker * 32 + lane, SHRINKERS * 32);
     wait_for_predecessors();
-    make_parts_of_u<SHRINKERS, SHRINK_BARRIER, 1>(p, sums, worker, lane);
+    make_parts_of_u<SHRINKERS, SHRINK_BARRIER, 1, 5>(p, sums, worker, lane);
 #pragma unroll 1
     for (int tile = worker; tile < tiles; tile += SHRINKERS) {
         if (lane == 0) poll(p.lora.counters + 2 + tile, p.lora.slices);

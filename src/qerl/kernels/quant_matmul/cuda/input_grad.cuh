@@ -195,7 +195,8 @@ __device__ __forceinline__ void input_grad(const Params& p, const TensorMap* dy_
     __syncthreads();
 
     constexpr int ITS_REGISTERS = GROUPS == 3 ? 32 : 24, REGISTERS = GROUPS == 2 ? 240 : 160;
-    static_assert(registers_suffice<GROUPS, ITS_REGISTERS, REGISTERS>, "warps would wait for registers for ever");
+    static_assert(ITS_REGISTERS + GROUPS * REGISTERS <= (GROUPS + 1) * registers_of_launch<128 * (GROUPS + 1)>,
+                  "warps would wait for registers for ever");
     if (warp >= WARPS) {  // a whole warpgroup, because registers are handed over by warpgroups
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(ITS_REGISTERS));
         if (warp == WARPS && elect()) {

@@ -46,20 +46,24 @@ __device__ __forceinline__ void tensor_load(uint32_t dst, const TensorMap* map, 
         : "memory");
 }
 
-// Registers of a thread of the producer's warpgroup and of the others. The largest tile leaves none to make u with.
+// The warps beside the product's, one of them the producer, and their registers; the rest go to the product. The
+// largest tile leaves none to make u with.
 template <int TOKENS, int GROUPS>
-constexpr int producer_registers = TOKENS == 256 ? 24
-                                   : GROUPS == 2 ? 88
-                                                 : 80;
-template <int TOKENS, int GROUPS>
-constexpr int product_registers = TOKENS == 256 ? 240
-                                  : GROUPS == 2 ? 208
-                                                : 144;
-constexpr int SHRINKERS = 3, SHRINK_BARRIER = 2;  // warps that make u
-template <int TOKENS>
-constexpr int U_BLOCKS = TOKENS <= 32 ? 2 : 4;  // of eight tokens, that they multiply at once
-template <int TOKENS>
-constexpr int SHRINK_BYTES = TOKENS < 256 ? (SHRINKERS - 1) * U_BLOCKS<TOKENS> * 512 : 0;
+struct Beside {
+    static constexpr int GROUPS_BESIDE = TOKENS < 256 && GROUPS == 2 ? 2 : 1;
+    static constexpr int REGISTERS = TOKENS == 256 ? 24 : GROUPS == 2 ? 104 : 80;
+    static constexpr int PRODUCT_REGISTERS = TOKENS == 256 ? 240 : GROUPS == 2 ? 152 : 144;
+    static constexpr int THREADS = 128 * (GROUPS + GROUPS_BESIDE);  // of a block
+    static_assert(GROUPS_BESIDE * REGISTERS + GROUPS * PRODUCT_REGISTERS <=
+                      (GROUPS_BESIDE + GROUPS) * registers_of_launch<THREADS>,
+                  "warps would wait for registers for ever");
+    // What makes u: warps, blocks of eight tokens at once, chunks of columns at once, bytes of sums.
+    static constexpr int SHRINKERS = TOKENS < 256 ? 4 * GROUPS_BESIDE - 1 : 0;
+    static constexpr int BLOCKS = TOKENS <= 32 ? 2 : 4;
+    static constexpr int CHUNKS = (GROUPS == 2 ? 5 : 4) - BLOCKS / 2;
+    static constexpr int SUM_BYTES = SHRINKERS ? (SHRINKERS - 1) * BLOCKS * 512 : 0;
+};
+constexpr int SHRINK_BARRIER = 2;
 
 // The segments of a tile of WARPS row tiles, each in steps of 64 ranks: what LoRA multiplies, in the order of the ring.
 // Pairs of gate and up lie in both segments.
@@ -79,6 +83,7 @@ template <int TOKENS, int GROUPS, int UNIT, int STAGES, bool WIDE = false, bool 
 __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_map, const TensorMap* u_map) {
     constexpr int WARPS = GROUPS * 4, X_BYTES = TOKENS * 128, W_BYTES = UNIT * WINDOW_BYTES;
     constexpr int PAIRS = WARPS / 2;
+    using Beside = Beside<TOKENS, GROUPS>;
     extern __shared__ __align__(1024) unsigned char shared[];
     const int warp = uniform_warp(), lane = threadIdx.x & 31;
     const int tiles = p.n / 16, windows = p.k / 64;
@@ -91,12 +96,16 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
     work.total = work.row_blocks * work.token_blocks * work.units;
     const int begin = work.begin(blockIdx.x), end = work.begin(blockIdx.x + 1);
 
+    // The weights of the first stages are on their way before the kernel that makes x has ended; with LoRA, those
+    // before the first step that reads u.
+    const int first_unit = begin % work.units;
+    const int plain = p.lora.u ? (int)work.units - first_unit + (first_unit ? work.units : 0) : STAGES;
+    const int early = min(min(STAGES, end - begin), plain);
+
     const uint32_t base = smem_address(shared), x_base = (base + 1023) & ~1023u;
     const uint32_t w_base = x_base + STAGES * UNIT * X_BYTES;
     const uint32_t full = w_base + STAGES * WARPS * W_BYTES, empty = full + STAGES * 8;
-    const uint32_t of_tile = empty + STAGES * 8 + SHRINK_BYTES<TOKENS>;
-    constexpr int ITS_REGISTERS = producer_registers<TOKENS, GROUPS>, REGISTERS = product_registers<TOKENS, GROUPS>;
-    static_assert(registers_suffice<GROUPS, ITS_REGISTERS, REGISTERS>, "warps would wait for registers for ever");
+    const uint32_t of_tile = empty + STAGES * 8 + Beside::SUM_BYTES;
     static_assert(TILE_BYTES<TOKENS, WARPS> <= STAGES * UNIT * X_BYTES, "parts lie where x was");
 
     launch_dependents();
@@ -112,7 +121,7 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
     else __syncthreads();
 
     if (warp >= WARPS) {  // a whole warpgroup, because registers are handed over by warpgroups
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(ITS_REGISTERS));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Beside::REGISTERS));
         if constexpr (TOKENS < 256) {
             if (warp > WARPS) {
                 if (!p.lora.a) return;
@@ -120,19 +129,21 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                 for (int tile = begin / work.units; tile * (int)work.units < end; tile++) {
                     if constexpr (SILU) {
                         const int first = tile % work.row_blocks * PAIRS;
-                        prefetch_factors_of_pairs(p, first, min(first + PAIRS, tiles / 2), thread, SHRINKERS * 32);
+                        prefetch_factors_of_pairs(p, first, min(first + PAIRS, tiles / 2), thread,
+                                                  Beside::SHRINKERS * 32);
                     } else {
                         const int first = tile % work.row_blocks * WARPS;
-                        prefetch_factors(p, first, min(first + WARPS, tiles), thread, SHRINKERS * 32);
+                        prefetch_factors(p, first, min(first + WARPS, tiles), thread, Beside::SHRINKERS * 32);
                     }
                 }
-                prefetch_a<U_BLOCKS<TOKENS>>(p, thread, SHRINKERS * 32);
+                prefetch_a<Beside::BLOCKS>(p, thread, Beside::SHRINKERS * 32);
                 wait_for_predecessors();
                 float4* const sums = (float4*)(shared + (empty + STAGES * 8 - base));
                 const int worker = warp - WARPS - 1;
-                make_parts_of_u<SHRINKERS, SHRINK_BARRIER, U_BLOCKS<TOKENS>>(p, sums, worker, lane);
-                const int arrivals = p.lora.slices * UPart<U_BLOCKS<TOKENS>>::groups(p);
-                sum_u<SHRINKERS, SHRINK_BARRIER>(p, arrivals, sums, worker, lane);
+                make_parts_of_u<Beside::SHRINKERS, SHRINK_BARRIER, Beside::BLOCKS, Beside::CHUNKS>(p, sums, worker,
+                                                                                                   lane);
+                const int arrivals = p.lora.slices * UPart<Beside::BLOCKS>::groups(p);
+                sum_u<Beside::SHRINKERS, SHRINK_BARRIER>(p, arrivals, sums, worker, lane);
                 return;
             }
         }
@@ -188,10 +199,6 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                     next_stage();
                 });
             };
-            // The weights of the first stages are on their way before the kernel that makes x has ended; with LoRA,
-            // those before the first step that reads u.
-            const int plain = p.lora.u ? (int)work.units - unit + (unit ? work.units : 0) : STAGES;
-            const int early = min(min(STAGES, end - begin), plain);
             const int unit0 = unit, row_block0 = row_block, token00 = token0;
             for (int s = 0; s < early; s++) load_weights(s), advance();
             wait_for_predecessors();
@@ -201,8 +208,8 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                 if (at >= begin + early) {
                     barrier_wait(empty + stage * 8, phase ^ 1);
                     load_weights(stage);
+                    load_x(stage);
                 }
-                load_x(stage);
                 next_stage();
                 const bool ends = unit + 1 == work.units;
                 if (begins && (ends || at + 1 == end)) load_u();
@@ -212,12 +219,26 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
             if (!awaited) await_u(p);  // every block must have seen it before the counters are cleared
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Beside::PRODUCT_REGISTERS));
         float c[TOKENS / 8][4];
         uint32_t a[2][4][4];
         int stage = 0, phase = 0, at = begin;
         int tile = begin / work.units, unit = begin % work.units;
         const unsigned char* const w_warp = shared + (w_base - base) + warp * W_BYTES;
+        // x of the first stages is fetched from here: the producer may still be busy with their weights.
+        if (warp == 0) {
+            wait_for_predecessors();
+            if (elect())
+                for (int s = 0, of_unit = unit, of_tile = tile; s < early; s++) {
+#pragma unroll
+                    for (int w = 0; w < UNIT; w++)
+                        if (of_unit * UNIT + w < windows)
+                            tensor_load(x_base + (s * UNIT + w) * X_BYTES, x_map, (of_unit * UNIT + w) * 64,
+                                        of_tile / work.row_blocks * TOKENS, full + s * 8);
+                    if (++of_unit == work.units) of_unit = 0, of_tile++;
+                }
+            __syncwarp();
+        }
         while (at < end) {
             const bool begins = unit == 0;
             const int stop = min((int)work.units, unit + end - at);
@@ -316,7 +337,7 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
             if (finished && (SILU ? pair < tiles / 2 : row_tile < tiles)) {
                 const int token0 = tile / work.row_blocks * TOKENS;
                 if constexpr (SILU) {
-                    uint2* const exchange = (uint2*)(shared + (empty + STAGES * 8 + SHRINK_BYTES<TOKENS> - base));
+                    uint2* const exchange = (uint2*)(shared + (empty + STAGES * 8 + Beside::SUM_BYTES - base));
                     store_pair<TOKENS, WARPS>(p, e, pair, token0, warp, lane, exchange, c);
                 } else if constexpr (WIDE) {
                     store_wide<TOKENS / 8>(p, e, row_tile, token0, lane, c);

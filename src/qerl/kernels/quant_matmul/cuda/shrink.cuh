@@ -56,8 +56,8 @@ __device__ __forceinline__ void prefetch_a(const Params& p, int thread, int thre
 }
 
 // The parts of u that fall to this block: WORKERS warps beside the product cut them again and add up through shared
-// memory, `sums` [WORKERS - 1, BLOCKS, 32].
-template <int WORKERS, int BARRIER, int BLOCKS>
+// memory, `sums` [WORKERS - 1, BLOCKS, 32]. The loads of CHUNKS chunks of 32 columns are on their way together.
+template <int WORKERS, int BARRIER, int BLOCKS, int CHUNKS>
 __device__ __forceinline__ void make_parts_of_u(const Params& p, float4* sums, int worker, int lane) {
     const Lora& l = p.lora;
     const int g = lane >> 2, t = lane & 3, token_blocks = (p.m + 7) / 8;
@@ -74,15 +74,31 @@ __device__ __forceinline__ void make_parts_of_u(const Params& p, float4* sums, i
             row[b] = min((part.group * BLOCKS + b) * 8 + g, p.m - 1) * p.k;
             c[b][0] = c[b][1] = c[b][2] = c[b][3] = 0.0f;
         }
-#pragma unroll(BLOCKS > 2 ? 2 : 4)
-        for (uint32_t at = column; at < part.end * 32; at += WORKERS * 32) {
-            const uint4 high = *(const uint4*)(l.a + upper + at), low = *(const uint4*)(l.a + lower + at);
-            const uint32_t even[4] = {high.x, low.x, high.y, low.y}, odd[4] = {high.z, low.z, high.w, low.w};
+#pragma unroll 1
+        for (uint32_t at = column; at < part.end * 32; at += CHUNKS * WORKERS * 32) {
+            uint4 high[CHUNKS], low[CHUNKS], v[CHUNKS][BLOCKS];
 #pragma unroll
-            for (int b = 0; b < BLOCKS; b++) {
-                const uint4 v = *(const uint4*)(p.x + row[b] + at);
-                mma(c[b], even, v.x, v.y);
-                mma(c[b], odd, v.z, v.w);
+            for (int i = 0; i < CHUNKS; i++) {
+                const uint32_t from = at + i * WORKERS * 32;
+                const bool present = from < part.end * 32;
+                high[i] = low[i] = uint4{};
+                if (present)
+                    high[i] = *(const uint4*)(l.a + upper + from), low[i] = *(const uint4*)(l.a + lower + from);
+#pragma unroll
+                for (int b = 0; b < BLOCKS; b++) {
+                    v[i][b] = uint4{};
+                    if (present) v[i][b] = *(const uint4*)(p.x + row[b] + from);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < CHUNKS; i++) {
+                const uint32_t even[4] = {high[i].x, low[i].x, high[i].y, low[i].y},
+                               odd[4] = {high[i].z, low[i].z, high[i].w, low[i].w};
+#pragma unroll
+                for (int b = 0; b < BLOCKS; b++) {
+                    mma(c[b], even, v[i][b].x, v[i][b].y);
+                    mma(c[b], odd, v[i][b].z, v[i][b].w);
+                }
             }
         }
         if (worker > 0)
@@ -120,12 +136,19 @@ __device__ __forceinline__ void poll(const int* counter, int wanted) {
 
 // Slices first .. last - 1 of a rank tile and eight tokens, summed in their order: rows are ranks, columns are tokens.
 __device__ __forceinline__ float4 sum_slices_of_u(const Lora& l, int place, int places, int first, int last, int lane) {
-    const float4* from = (const float4*)l.partial + ((long long)first * places + place) * 32 + lane;
+    constexpr int AT_ONCE = 8;  // loads on their way together: a loop of as many as there are would wait for each
+    const float4* from = (const float4*)l.partial + place * 32 + lane;
     float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-    for (int s = first; s < last; s++, from += (long long)places * 32) {
-        const float4 f = __ldcg(from);
-        v.x += f.x, v.y += f.y, v.z += f.z, v.w += f.w;
+#pragma unroll 1
+    for (; first < last; first += AT_ONCE) {
+        float4 f[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            f[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (first + i < last) f[i] = __ldcg(from + (long long)(first + i) * places * 32);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) v.x += f[i].x, v.y += f[i].y, v.z += f[i].z, v.w += f[i].w;
     }
     return v;
 }

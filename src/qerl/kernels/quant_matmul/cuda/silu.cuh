@@ -83,9 +83,11 @@ __device__ __forceinline__ bool sum_parts_of_pair(const Params& p, const Work& w
     return true;
 }
 
-// Blocks of eight tokens that a warp gives to the other one at a time; the largest tile leaves little shared memory.
+// Blocks of eight tokens that a warp gives to the other one at a time; large tiles leave little shared memory.
 template <int TOKENS>
-constexpr int GIVEN = TOKENS == 256 ? 2 : TOKENS / 16;
+constexpr int GIVEN = TOKENS == 256   ? 2
+                      : TOKENS == 128 ? 4
+                                      : TOKENS / 16;
 
 // What both warps of a pair do with their sums: each gives away every other block, and stores what the others make.
 // `exchange`: 2 GIVEN blocks of 256 bytes for each pair.

@@ -115,10 +115,9 @@ __device__ __forceinline__ bool elect() {
     return chosen;
 }
 
-// Whether the registers of a thread of the producer's warpgroup and of GROUPS others are there to be handed over: as
-// many as a launch of one block a multiprocessor gets.
-template <int GROUPS, int PRODUCER, int OTHERS>
-constexpr bool registers_suffice = PRODUCER + GROUPS * OTHERS <= (GROUPS + 1) * (65536 / ((GROUPS + 1) * 128) / 8 * 8);
+// Registers of a thread that a launch of one block of THREADS a multiprocessor gets; warpgroups may hand them over.
+template <int THREADS>
+constexpr int registers_of_launch = 65536 / THREADS / 8 * 8;
 
 // Programmatic dependent launch: the next kernel may start (and load its weights) while this one runs; whoever reads
 // or writes what an earlier kernel wrote or read waits first.
