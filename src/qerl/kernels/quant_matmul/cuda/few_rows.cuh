@@ -32,15 +32,35 @@ __device__ __forceinline__ bool sum_slices(const Params& p, int slice, int tile,
     return true;
 }
 
+// What is loaded for a tile besides its weights: scale, bias and the factors of the first 32 ranks.
+struct Ending {
+    Epilogue e;
+    uint32_t factors[2][4];
+    Ending() = default;
+    __device__ __forceinline__ Ending(const Params& p, int tile, int lane) : e(p, tile, lane), factors{} {
+        const Factor factor(p, e.segment, tile);
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+            if (j * 16 < factor.rank) factor.load(factors[j], j * 16, lane);
+    }
+};
+
 // v += u b^T for 16 channels and up to 8 tokens; rows of u lie `pitch` apart, in shared or global memory.
-__device__ __forceinline__ void add_lora(const Params& p, const Factor& factor, const uint16_t* u, int pitch, int lane,
-                                         float (&v)[4]) {
+__device__ __forceinline__ void add_lora(const Params& p, const Ending& ending, int tile, const uint16_t* u, int pitch,
+                                         int lane, float (&v)[4]) {
+    const Factor factor(p, ending.e.segment, tile);
     const uint16_t* row = u + min(lane >> 2, p.m - 1) * pitch + factor.column + 2 * (lane & 3);
+    auto add = [&](const uint32_t (&a)[4], int r) {
+        mma(v, a, *(const uint32_t*)(row + r), r + 8 < factor.rank ? *(const uint32_t*)(row + r + 8) : 0);
+    };
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+        if (j * 16 < factor.rank) add(ending.factors[j], j * 16);
 #pragma unroll 2
-    for (int r = 0; r < factor.rank; r += 16) {
+    for (int r = 32; r < factor.rank; r += 16) {
         uint32_t a[4];
         factor.load(a, r, lane);
-        mma(v, a, *(const uint32_t*)(row + r), r + 8 < factor.rank ? *(const uint32_t*)(row + r + 8) : 0);
+        add(a, r);
     }
 }
 
@@ -162,6 +182,17 @@ __device__ __forceinline__ void few_rows(const Params& p) {
     }
     if (PAIR && total == 0)  // without work, but not gone before the other block's copies have landed here
         for (int c = 0; c * chunk_units < units; c++) barrier_wait(x_full + c * 8, 0);
+    // A warp ends tiles, or pairs of gate and up, one after the other; what the first needs comes while the sums run.
+    const int last_ended = tile_end / TOGETHER, first_ended = tile_begin / TOGETHER + warp;
+    auto tile_of = [&](int ended, int up) { return SILU ? tile_of_pair(p, ended, up) : ended; };
+    Ending endings[TOGETHER];
+    auto load_endings = [&](int ended) {
+#pragma unroll
+        for (int up = 0; up < TOGETHER; up++)
+            if (ended < last_ended) endings[up] = Ending(p, tile_of(ended, up), lane);
+    };
+    wait_for_predecessors();
+    load_endings(first_ended);
     // Rows past m feed columns of the product that nobody stores; they only must lie inside the buffer.
     uint32_t x_row = x_base + min(lane & 7, p.m - 1) * x_stride + (lane >> 3) * 16;
 
@@ -230,37 +261,34 @@ __device__ __forceinline__ void few_rows(const Params& p) {
             for (int i = 0; i < 4; i++) v[i] += from[i];
         }
     };
-    auto scale_and_add_lora = [&](const Epilogue& e, int tile, float (&v)[4]) {
+    auto scale_and_add_lora = [&](const Ending& ending, int tile, float (&v)[4]) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) v[i] *= e.scale;
-        const Factor factor(p, e.segment, tile);
-        if (u_nearby) add_lora(p, factor, u_shared, u_pitch, lane, v);
-        else add_lora(p, factor, p.lora.u, p.lora.width, lane, v);
+        for (int i = 0; i < 4; i++) v[i] *= ending.e.scale;
+        if (u_nearby) add_lora(p, ending, tile, u_shared, u_pitch, lane, v);
+        else add_lora(p, ending, tile, p.lora.u, p.lora.width, lane, v);
     };
-    if constexpr (SILU) {
-        for (int pair = tile_begin / 2 + warp; pair < tile_end / 2; pair += WARPS) {
+    for (int ended = first_ended; ended < last_ended; ended += WARPS) {
+        if constexpr (SILU) {
             uint2 rounded[2];
 #pragma unroll
             for (int up = 0; up < 2; up++) {
                 float v[4] = {};
-                sum_tile(2 * pair + up, v);
-                const Epilogue e(p, tile_of_pair(p, pair, up), lane);
-                scale_and_add_lora(e, tile_of_pair(p, pair, up), v);
-                rounded[up] = rounded_block(e, v);
+                sum_tile(2 * ended + up, v);
+                scale_and_add_lora(endings[up], tile_of(ended, up), v);
+                rounded[up] = rounded_block(endings[up].e, v);
             }
-            store_silu_mul(p, pair, 0, lane, rounded[0], rounded[1]);
-        }
-    } else {
-        for (int tile = tile_begin + warp; tile < tile_end; tile += WARPS) {
+            store_silu_mul(p, ended, 0, lane, rounded[0], rounded[1]);
+        } else {
             float sum[1][4] = {};
             float (&v)[4] = sum[0];
-            sum_tile(tile, v);
-            if (p.slices > 1 && !sum_slices(p, slice, tile, tiles, lane, v)) continue;
-            const Epilogue e(p, tile, lane);
-            scale_and_add_lora(e, tile, v);
-            if constexpr (WIDE) store_wide<1>(p, e, tile, 0, lane, sum);
-            else store_block(p, e, tile, 0, lane, v);
+            sum_tile(ended, v);
+            if (p.slices == 1 || sum_slices(p, slice, ended, tiles, lane, v)) {
+                scale_and_add_lora(endings[0], ended, v);
+                if constexpr (WIDE) store_wide<1>(p, endings[0].e, ended, 0, lane, sum);
+                else store_block(p, endings[0].e, ended, 0, lane, v);
+            }
         }
+        load_endings(ended + WARPS);
     }
 }
 

@@ -223,6 +223,7 @@ __device__ __forceinline__ int segment_of(const Params& p, int tile) {
 struct Epilogue {
     float scale, bias[2];
     int segment;
+    Epilogue() = default;
     __device__ __forceinline__ Epilogue(const Params& p, int tile, int lane) {
         segment = segment_of(p, tile);
         scale = p.global_scale ? 512.0f / p.global_scale[segment] : p.scale;
