@@ -9,7 +9,7 @@ import pytest
 import torch
 from emulation import EMULATED, build
 
-from qerl.kernels.quant_matmul import GroupWeight, LoraUpdate, hopper
+from qerl.kernels.quant_matmul import GroupWeight, LoraUpdate, hopper, tensor_map
 from qerl.kernels.quant_matmul.hopper_plan import LORA_BYTES, FewRowsPlan, ManyRowsPlan, workspace_bytes
 
 SOURCES = Path(hopper.__file__).parent / "cuda"
@@ -26,6 +26,15 @@ def build_products(folder: Path, *units: str, sources: Path = SOURCES) -> ctypes
     library = build(folder, files, [*units, *ours[1:]], before="instructions.cuh")
     library.emulate.restype = ctypes.c_char_p
     return library
+
+
+def _encode(
+    element: str, address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: str
+) -> ctypes.Array:
+    """What the emulated machine takes for a tensor map (``Map``): two dimensions have a third of one."""
+    sizes, strides, box = (*sizes, 1)[:3], (*strides, 0)[:2], (*box, 1)[:3]
+    width = {"BFLOAT16": 2, "INT64": 8}[element]
+    return (ctypes.c_uint64 * 16)(address, width, int(swizzle != "NONE"), *sizes, *strides, *box)
 
 
 class EmulationError(AssertionError):
@@ -49,7 +58,7 @@ class Emulator:
         self.workspace = sums, torch.zeros(_COUNTERS, dtype=torch.int32), torch.empty(LORA_BYTES, dtype=torch.uint8)
         monkeypatch.setattr(hopper, "_workspace", lambda device: self.workspace)
         monkeypatch.setattr(hopper, "multiprocessor_count", lambda index: multiprocessors)
-        monkeypatch.setattr(hopper, "bf16_map", lambda *fields: (ctypes.c_uint64 * 16)(*fields))
+        monkeypatch.setattr(tensor_map, "_encode", _encode)
         monkeypatch.setattr(hopper, "kernel_launch", self._launch)
         monkeypatch.setattr(hopper, "shrink_into", lambda x, a, u: u.copy_(x.double() @ a.double().t()))
 

@@ -151,7 +151,8 @@ def test_slices_of_u_inside_a_product_stay_inside_the_workspace(k: int, ranks: i
                     most = blocks // (tiles * -(-m // (8 * plan.lora_blocks)))
                     made, sums = plan.lora_warps * plan.lora_chunks, -(-tiles * -(-m // 8) // blocks)
                     for count in range(1, min(most, k // 32) + 1):
-                        assert -(-(k // 32) // count) / made + sums * count / (8 * plan.lora_warps) > 6
+                        of_a_slice = -(-(k // 32) // count)
+                        assert -(-of_a_slice // made) + sums * -(-count // (8 * plan.lora_warps)) > 8
                     continue
                 assert 1 <= slices <= k // 32
                 assert slices * tiles * -(-m // 8) * 512 <= LORA_BYTES and tiles + 2 <= LORA_COUNTERS

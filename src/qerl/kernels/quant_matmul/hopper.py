@@ -24,8 +24,8 @@ from qerl.kernels.quant_matmul.hopper_plan import (
     silu_plan,
     workspace_bytes,
 )
-from qerl.kernels.quant_matmul.tensor_map import bf16_map
-from qerl.kernels.quant_matmul.tiles import MAX_SEGMENTS, TILE_ROWS
+from qerl.kernels.quant_matmul.tensor_map import bf16_map, bf16_windows_map, tiles_map
+from qerl.kernels.quant_matmul.tiles import MAX_SEGMENTS, TILE_ROWS, WINDOW_COLUMNS
 from qerl.kernels.quant_matmul.weight import GroupWeight, LoraUpdate
 
 logger = logging.getLogger(__name__)
@@ -186,12 +186,14 @@ def run_many_rows(
     params = product_params(x, weight, bias, y)
     params.slices = plan.cluster if plan.whole else 0
     grid = plan.grid(*shape, sms)
-    maps = [bf16_map(x.data_ptr(), *x.shape, plan.tokens)] * 2
+    windows, tiles = weight.in_features // WINDOW_COLUMNS, weight.out_features // TILE_ROWS
+    x_map = bf16_windows_map(x.data_ptr(), *x.shape, plan.tokens, plan.unit)
+    maps = [tiles_map(weight.codes.data_ptr(), windows, tiles, plan.unit, plan.tiles_at_once), x_map, x_map]
     if lora is not None:
         assert u is not None, "u is written beside y"
         slices = None if u_is_made else plan.lora_slices(*u.shape, x.shape[1], grid)
         _set_lora(params, x, lora, u, slices, u_is_made)
-        maps[1] = bf16_map(u.data_ptr(), *u.shape, plan.tokens)
+        maps[2] = bf16_map(u.data_ptr(), *u.shape, plan.tokens)
     result, place = _result(plan, y), ((grid, 1, 1), plan.shared_bytes, x.device.index)
     kernel_launch(f"many_rows{result}", plan.name + result, plan.threads, *place, plan.macro, plan.cluster)(
         params, *maps

@@ -204,6 +204,11 @@ class ManyRowsPlan:
         """The call that defines the entry point."""
         return f"KERNEL({self.tokens}, {self.groups}, {self.unit}, {self.stages})"
 
+    @property
+    def tiles_at_once(self) -> int:
+        """Row tiles of 16 that a copy of weights brings: those of a block, or with SiLU those of gate, then of up."""
+        return 2 * self.groups if self.silu else 4 * self.groups
+
     def tiles(self, m: int, n: int) -> int:
         """Tiles of the output."""
         return _ceil(n, 64 * self.groups) * _ceil(m, self.tokens)

@@ -1,21 +1,33 @@
 """Descriptors of matrices for tensor copies (TMA)."""
 
 import ctypes
-from collections.abc import Sequence
 from functools import lru_cache
+
+from qerl.kernels.quant_matmul.tiles import WINDOW_BYTES
 
 
 class TensorMapError(ValueError):
     """A shape, stride or address that the copy engine does not take."""
 
 
-@lru_cache(maxsize=4096)
 def bf16_map(address: int, rows: int, columns: int, box_rows: int) -> ctypes.Array:
     """Of a bf16 matrix [rows, columns] for copies of [box_rows, 64] with the 128-byte swizzle."""
     return _encode("BFLOAT16", address, (columns, rows), (2 * columns,), (64, box_rows), "128B")
 
 
-@lru_cache(maxsize=4096)
+def bf16_windows_map(address: int, rows: int, columns: int, box_rows: int, box_windows: int) -> ctypes.Array:
+    """As `bf16_map`, seen as [windows of 64 columns, rows, 64] for copies of [box_windows, box_rows, 64]."""
+    sizes, box = (64, rows, columns // 64), (64, box_rows, box_windows)
+    return _encode("BFLOAT16", address, sizes, (2 * columns, 2 * 64), box, "128B")
+
+
+def tiles_map(address: int, windows: int, tiles: int, box_windows: int, box_tiles: int) -> ctypes.Array:
+    """Of weights in tiles of 16 channels (``tiles.py``), [tiles, windows, bytes], for copies of [box_tiles,
+    box_windows, bytes]."""
+    strides, box = (WINDOW_BYTES, windows * WINDOW_BYTES), (WINDOW_BYTES // 8, box_windows, box_tiles)
+    return _encode("INT64", address, (WINDOW_BYTES // 8, windows, tiles), strides, box, "NONE")
+
+
 def byte_map(
     address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: str
 ) -> ctypes.Array:
@@ -30,10 +42,16 @@ def byte_map(
     return _encode("UINT8", address, sizes, strides, box, swizzle)
 
 
+@lru_cache(maxsize=4096)
 def _encode(
-    element: str, address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: str
+    element: str,
+    address: int,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: str,
 ) -> ctypes.Array:
-    """What lies past the end reads as zeros; strides are in bytes."""
+    """Innermost dimension first, strides in bytes; what lies past the end reads as zeros."""
     from cuda.bindings import driver
 
     status, encoded = driver.cuTensorMapEncodeTiled(

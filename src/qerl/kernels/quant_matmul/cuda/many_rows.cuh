@@ -1,7 +1,8 @@
 // y = x W^T for 9 rows of x and more: wgmma with the weights, decoded in registers, as the left operand.
 //
 // A block computes tiles of (64 x GROUPS) output channels by TOKENS rows of x. A producer warp streams both through a
-// ring of stages: weights by bulk copies, x by tensor copies (128-byte swizzle). Window i + 1 is decoded while the
+// ring of stages, a tensor copy of each a stage: each copy takes a thread 130 clocks to issue, which set the pace where
+// every row tile and every window of x had its own. Window i + 1 is decoded while the
 // products of window i run. Where whole tiles would leave multiprocessors idle, every block takes an equal run of units
 // across tiles (stream-K); the last block to arrive at a tile sums its parts in block order: same input, same bits. Or
 // the blocks of a cluster share each tile (cluster_tile.cuh).
@@ -46,6 +47,24 @@ __device__ __forceinline__ void tensor_load(uint32_t dst, const TensorMap* map, 
         : "memory");
 }
 
+// A box of three dimensions: windows of x, or row tiles of weights. `once`: nobody else will want it.
+__device__ __forceinline__ void tensor_load(uint32_t dst, const TensorMap* map, int inner, int middle, int outer,
+                                            uint32_t bar) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+        "[%5];" ::"r"(dst),
+        "l"(map), "r"(inner), "r"(middle), "r"(outer), "r"(bar)
+        : "memory");
+}
+__device__ __forceinline__ void tensor_load_once(uint32_t dst, const TensorMap* map, int inner, int middle, int outer,
+                                                 uint32_t bar, uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
+        "{%2, %3, %4}], [%5], %6;" ::"r"(dst),
+        "l"(map), "r"(inner), "r"(middle), "r"(outer), "r"(bar), "l"(policy)
+        : "memory");
+}
+
 // The warps beside the product's, one of them the producer, and their registers; the rest go to the product. The
 // largest tile leaves none to make u with.
 template <int TOKENS, int GROUPS>
@@ -80,7 +99,8 @@ constexpr int EARLY = 2;  // of a tile's factors, 16 ranks each: loaded at its b
 // UNIT windows of all channels and of x are one stage, filled by one producer warp. WIDE: y is fp32. SILU: y is
 // silu(gate) * up (silu.cuh); the first half of the warps holds tiles of gate, the second those of up.
 template <int TOKENS, int GROUPS, int UNIT, int STAGES, bool WIDE = false, bool SILU = false>
-__device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_map, const TensorMap* u_map) {
+__device__ __forceinline__ void many_rows(const Params& p, const TensorMap* w_map, const TensorMap* x_map,
+                                          const TensorMap* u_map) {
     constexpr int WARPS = GROUPS * 4, X_BYTES = TOKENS * 128, W_BYTES = UNIT * WINDOW_BYTES;
     constexpr int PAIRS = WARPS / 2;
     using Beside = Beside<TOKENS, GROUPS>;
@@ -109,6 +129,9 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
     static_assert(TILE_BYTES<TOKENS, WARPS> <= STAGES * UNIT * X_BYTES, "parts lie where x was");
 
     launch_dependents();
+    // Before the weights ask for all that memory can give.
+    if (TOKENS < 256 && warp > WARPS)
+        prefetch_a<Beside::BLOCKS>(p, threadIdx.x - (WARPS + 1) * 32, Beside::SHRINKERS * 32);
     if (threadIdx.x == 0)
         for (int s = 0; s < STAGES; s++) {
             barrier_init(full + s * 8, 1);
@@ -136,7 +159,6 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                         prefetch_factors(p, first, min(first + WARPS, tiles), thread, Beside::SHRINKERS * 32);
                     }
                 }
-                prefetch_a<Beside::BLOCKS>(p, thread, Beside::SHRINKERS * 32);
                 wait_for_predecessors();
                 float4* const sums = (float4*)(shared + (empty + STAGES * 8 - base));
                 const int worker = warp - WARPS - 1;
@@ -152,31 +174,21 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
             const uint64_t policy = evict_first_policy();
             int tile = begin / work.units, unit = begin % work.units;
             int row_block = tile % work.row_blocks, token0 = tile / work.row_blocks * TOKENS;
+            constexpr int COPIES = SILU ? 2 : 1, IN_A_COPY = WARPS / COPIES;  // row tiles: those of gate, then of up
+            // What lies past the end of k or of the channels comes as zeros.
             auto load_weights = [&](int stage) {
-                const int first = unit * UNIT, count = min(UNIT, windows - first);
-                barrier_expect(full + stage * 8, count * (X_BYTES + WARPS * WINDOW_BYTES));
-                constexpr int IN_A_ROW = SILU ? PAIRS : WARPS;  // tiles of consecutive channels
-                const int rows_of_tiles = SILU ? tiles / 2 : tiles;
-                const unsigned char* source =
-                    p.tiles + ((long long)row_block * IN_A_ROW * windows + first) * WINDOW_BYTES;
-                const unsigned char* up = source + (long long)rows_of_tiles * windows * WINDOW_BYTES;
-                const long long next = (long long)windows * WINDOW_BYTES;
-                const int present = min(IN_A_ROW, rows_of_tiles - row_block * IN_A_ROW);
-                // Channels past the end get another tile's weights: their sums are not stored.
+                barrier_expect(full + stage * 8, UNIT * (X_BYTES + WARPS * WINDOW_BYTES));
 #pragma unroll
-                for (int i = 0; i < WARPS; i++) {
-                    bulk_load_hinted(w_base + (stage * WARPS + i) * W_BYTES, source, count * WINDOW_BYTES,
-                                     full + stage * 8, policy, work.token_blocks == 1);
-                    if (SILU && i + 1 == PAIRS) source = up;
-                    else if (i % IN_A_ROW + 1 < present) source += next;
+                for (int i = 0; i < COPIES; i++) {
+                    const uint32_t to = w_base + (stage * WARPS + i * IN_A_COPY) * W_BYTES;
+                    const int first = row_block * IN_A_COPY + i * tiles / 2;
+                    if (work.token_blocks == 1)
+                        tensor_load_once(to, w_map, 0, unit * UNIT, first, full + stage * 8, policy);
+                    else tensor_load(to, w_map, 0, unit * UNIT, first, full + stage * 8);
                 }
             };
             auto load_x = [&](int stage) {
-#pragma unroll
-                for (int w = 0; w < UNIT; w++)
-                    if (unit * UNIT + w < windows)
-                        tensor_load(x_base + (stage * UNIT + w) * X_BYTES, x_map, (unit * UNIT + w) * 64, token0,
-                                    full + stage * 8);
+                tensor_load(x_base + stage * UNIT * X_BYTES, x_map, 0, token0, unit * UNIT, full + stage * 8);
             };
             auto advance = [&]() {
                 if (++unit == work.units) {
@@ -208,8 +220,8 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
                 if (at >= begin + early) {
                     barrier_wait(empty + stage * 8, phase ^ 1);
                     load_weights(stage);
-                    load_x(stage);
                 }
+                load_x(stage);
                 next_stage();
                 const bool ends = unit + 1 == work.units;
                 if (begins && (ends || at + 1 == end)) load_u();
@@ -225,20 +237,6 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* x_ma
         int stage = 0, phase = 0, at = begin;
         int tile = begin / work.units, unit = begin % work.units;
         const unsigned char* const w_warp = shared + (w_base - base) + warp * W_BYTES;
-        // x of the first stages is fetched from here: the producer may still be busy with their weights.
-        if (warp == 0) {
-            wait_for_predecessors();
-            if (elect())
-                for (int s = 0, of_unit = unit, of_tile = tile; s < early; s++) {
-#pragma unroll
-                    for (int w = 0; w < UNIT; w++)
-                        if (of_unit * UNIT + w < windows)
-                            tensor_load(x_base + (s * UNIT + w) * X_BYTES, x_map, (of_unit * UNIT + w) * 64,
-                                        of_tile / work.row_blocks * TOKENS, full + s * 8);
-                    if (++of_unit == work.units) of_unit = 0, of_tile++;
-                }
-            __syncwarp();
-        }
         while (at < end) {
             const bool begins = unit == 0;
             const int stop = min((int)work.units, unit + end - at);

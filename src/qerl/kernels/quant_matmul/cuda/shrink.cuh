@@ -48,7 +48,7 @@ struct UPart {
 template <int BLOCKS>
 __device__ __forceinline__ void prefetch_a(const Params& p, int thread, int threads) {
     const int index = blockIdx.x;
-    if (index >= UPart<BLOCKS>::count(p)) return;
+    if (!p.lora.a || index >= UPart<BLOCKS>::count(p)) return;
     const UPart<BLOCKS> part(p, index);
     const int ranks = min(16, p.lora.width - part.tile * 16);
     for (int i = thread; i < ranks * (part.end - part.begin); i += threads)

@@ -100,11 +100,6 @@ __device__ __forceinline__ int cluster_rank() {
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-__device__ __forceinline__ void bulk_load_hinted(uint32_t dst, const void* src, int bytes, uint32_t bar,
-                                                 uint64_t policy, bool once) {
-    if (once) bulk_load_once(dst, src, bytes, bar, policy);
-    else bulk_load(dst, src, bytes, bar);
-}
 // The warp's index as a value the compiler knows to be the same in all lanes; one lane of a converged warp.
 __device__ __forceinline__ int uniform_warp() {
     return __shfl_sync(~0u, threadIdx.x >> 5, 0);
