@@ -47,9 +47,10 @@ def sweep(model: str, layers: list[str], rows: list[int], rank: int) -> list[dic
                 hopper.run_many_rows(plan, x, weights[i], None, updates[i], y, u)
                 return y
 
-            chosen = many_rows_plan(m, n, k, sms, lora=rank > 0)
+            ranks = len(segments) * rank
+            chosen = many_rows_plan(m, n, k, sms, ranks=ranks)
             plans = [p for p in all_many_rows_plans() if p.tokens < max(2 * m, 17) and p.fits(m, n, k, sms)]
-            plans = [p for p in plans if p.cost(m, n, k, sms) < WORTH_A_TRY * chosen.cost(m, n, k, sms)]
+            plans = [p for p in plans if p.cost(m, n, k, sms, ranks) < WORTH_A_TRY * chosen.cost(m, n, k, sms, ranks)]
             expected = call(0, ManyRowsPlan(16, 2, True)).clone()
             for plan in plans:
                 error = rms_ratio(call(0, plan), expected)
@@ -60,7 +61,7 @@ def sweep(model: str, layers: list[str], rows: list[int], rank: int) -> list[dic
             for us, plan in sorted(zip(times, plans, strict=True), key=lambda pair: pair[0])[:8]:
                 way = f"clusters of {plan.cluster}" if plan.cluster > 1 else "whole" if plan.whole else "shared"
                 mark = " <- chosen" if plan == chosen else ""
-                print(f"   {us:7.2f} us, estimated {plan.cost(m, n, k, sms):6.1f}  {plan.name} {way}{mark}")
+                print(f"   {us:7.2f} us, estimated {plan.cost(m, n, k, sms, ranks):6.1f}  {plan.name} {way}{mark}")
             for us, plan in zip(times, plans, strict=True):
                 shape = {"tokens": plan.tokens, "groups": plan.groups, "whole": plan.whole, "cluster": plan.cluster}
                 found.append(

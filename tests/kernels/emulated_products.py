@@ -1,6 +1,7 @@
 """The products of Hopper as their host code launches them, on emulated multiprocessors."""
 
 import ctypes
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 from emulation import EMULATED, build
 
-from qerl.kernels.quant_matmul import GroupWeight, LoraUpdate, hopper, tensor_map
+from qerl.kernels.quant_matmul import GroupWeight, LoraUpdate, hopper, hopper_plan, tensor_map
 from qerl.kernels.quant_matmul.hopper_plan import LORA_BYTES, FewRowsPlan, ManyRowsPlan, workspace_bytes
 
 SOURCES = Path(hopper.__file__).parent / "cuda"
@@ -60,7 +61,14 @@ class Emulator:
         monkeypatch.setattr(hopper, "multiprocessor_count", lambda index: multiprocessors)
         monkeypatch.setattr(tensor_map, "_encode", _encode)
         monkeypatch.setattr(hopper, "kernel_launch", self._launch)
-        monkeypatch.setattr(hopper, "shrink_into", lambda x, a, u: u.copy_(x.double() @ a.double().t()))
+        # u is made inside the product wherever it can be, however long that takes; elsewhere by a kernel before.
+        monkeypatch.setattr(hopper_plan, "_U_KERNEL_US", math.inf)
+        self.kernels_before = 0
+        monkeypatch.setattr(hopper, "shrink_into", self._shrink)
+
+    def _shrink(self, x: torch.Tensor, a: torch.Tensor, u: torch.Tensor) -> None:
+        self.kernels_before += 1
+        u.copy_(x.double() @ a.double().t())
 
     def _launch(
         self,

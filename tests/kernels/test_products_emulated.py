@@ -121,6 +121,8 @@ def _check_turns(
     inputs = plan, product.x, product.weight, product.bias, product.lora
     first = emulator.run(*inputs, seed=0, dtype=dtype)
     product.check(first)
+    before = product.lora is not None and isinstance(plan, ManyRowsPlan) and plan.tokens == 256
+    assert emulator.kernels_before == before
     for seed in range(1, turns):
         again = emulator.run(*inputs, seed=seed, dtype=dtype)
         assert torch.equal(again.y[:-1], first.y[:-1])

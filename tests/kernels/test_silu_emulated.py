@@ -97,7 +97,7 @@ def test_blocks_of_rows(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -
     gate, up = product.expected(Result(h, u)).bfloat16().double().chunk(2, dim=1)
     assert rms_ratio(h, (torch.nn.functional.silu(gate) * up).bfloat16()) <= _BOUND
     apart = torch.zeros(100, 80)
-    monkeypatch.setattr(hopper, "silu_plan", lambda *shape: None)
+    monkeypatch.setattr(hopper, "silu_plan", lambda *shape, ranks: None)
     monkeypatch.setattr(paths, "lora_matmul", lambda *inputs: (torch.ones(100, 160), None))
     monkeypatch.setattr(paths.silu_mul, "forward", lambda gate_up: apart)
     assert paths.silu_matmul(product.x, product.weight, product.bias, product.lora) is apart

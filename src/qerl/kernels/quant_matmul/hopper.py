@@ -116,13 +116,13 @@ def _is_supported(index: int) -> bool:
     return True
 
 
-def plan_for(m: int, weight: GroupWeight, silu: bool = False, lora: bool = False) -> FewRowsPlan | ManyRowsPlan | None:
-    """The kernel for 1 <= `m` <= `MANY_ROWS` rows of x and `weight`, in tiles, with or without LoRA.
+def plan_for(m: int, weight: GroupWeight, silu: bool = False, ranks: int = 0) -> FewRowsPlan | ManyRowsPlan | None:
+    """The kernel for 1 <= `m` <= `MANY_ROWS` rows of x and `weight`, in tiles, with so many ranks of LoRA.
 
     With `silu` one that stores silu(gate) * up of its two equal segments, or None where none does.
     """
     shape = m, weight.out_features, weight.in_features, multiprocessor_count(weight.device.index)
-    return silu_plan(*shape) if silu else product_plan(*shape, lora=lora)
+    return silu_plan(*shape, ranks=ranks) if silu else product_plan(*shape, ranks=ranks)
 
 
 def run(
@@ -191,7 +191,7 @@ def run_many_rows(
     maps = [tiles_map(weight.codes.data_ptr(), windows, tiles, plan.unit, plan.tiles_at_once), x_map, x_map]
     if lora is not None:
         assert u is not None, "u is written beside y"
-        slices = None if u_is_made else plan.lora_slices(*u.shape, x.shape[1], grid)
+        slices = None if u_is_made else plan.lora_cut(*u.shape, *shape[1:], sms)[1]
         _set_lora(params, x, lora, u, slices, u_is_made)
         maps[2] = bf16_map(u.data_ptr(), *u.shape, plan.tokens)
     result, place = _result(plan, y), ((grid, 1, 1), plan.shared_bytes, x.device.index)

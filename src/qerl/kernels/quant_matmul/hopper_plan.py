@@ -27,9 +27,9 @@ LORA_COUNTERS = 1 << 11
 # from a kernel of its own, whose time is small against the product's.
 LORA_ROWS = 512
 LORA_WARPS_FEW = 4
-# Chunks of 32 columns for which such a warp loads at once where it makes u, slices that it reads at once where it sums
-# them, and more trips to the L2 cache than these take longer than a kernel of its own.
-LORA_CHUNKS_FEW, _SLICES_AT_ONCE, _MOST_TRIPS = 5, 8, 8
+# Chunks of 32 columns for which such a warp loads at once where it makes u, and slices that it reads at once where it
+# sums them.
+LORA_CHUNKS_FEW, _SLICES_AT_ONCE = 5, 8
 # Blocks of 16 channels by 8 rows that the two warps of a pair exchange at once where gate and up are multiplied: those
 # of a tile, or what tiles of 256 rows leave room for (``GIVEN`` in ``silu.cuh``).
 _MOST_EXCHANGED = {256: 4, 128: 8}
@@ -47,21 +47,24 @@ _SLICE_US, _NEXT_SLICE_US = 0.8, 1.7
 _WARPS = ((100, 16), (48, 12), (0, 8))
 # (rows of x in a tile, warpgroups) -> windows a stage, stages, microseconds a window, fixed cost of shared tiles.
 _SHAPES = {
-    (16, 2): (4, 6, 0.205, 5.3),
-    (16, 3): (4, 5, 0.272, 6.4),
-    (32, 2): (4, 5, 0.222, 6.1),
-    (32, 3): (4, 4, 0.300, 7.3),
-    (64, 2): (4, 4, 0.262, 7.8),
-    (64, 3): (4, 3, 0.365, 9.3),
-    (128, 2): (2, 5, 0.370, 12.0),
+    (16, 2): (4, 6, 0.177, 5.9),
+    (16, 3): (4, 5, 0.245, 7.3),
+    (32, 2): (4, 5, 0.212, 6.1),
+    (32, 3): (4, 4, 0.271, 7.9),
+    (64, 2): (4, 4, 0.262, 8.3),
+    (64, 3): (4, 3, 0.366, 10.2),
+    (128, 2): (2, 5, 0.366, 12.9),
     (128, 3): (2, 4, 0.530, 14.4),
-    (256, 2): (2, 3, 0.655, 19.0),
+    (256, 2): (2, 3, 0.690, 23.1),
 }
-_WHOLE_US = 2.5
+_WHOLE_US = 2.0
 # Blocks of a cluster that share a tile: what that costs, and what a row of x in the tile adds.
-_CLUSTER_US, _CLUSTER_ROW_US = {2: 1.0, 3: 1.8, 4: 2.2}, 0.015
-# Where a product makes u itself, three and four blocks end their short parts before u is there: low tiles wait.
-_U_LATE_US, _U_LATE_ROWS = 1.3, 64
+_CLUSTER_US, _CLUSTER_ROW_US = {2: 0.7, 3: 1.8, 4: 2.0}, 0.014
+# When u that a product makes is in shared memory: after so long, a trip to the L2 cache more for each, and as much more
+# with a row of the tile where blocks make it that start when all others ask for weights and x.
+_U_US, _U_TRIP_US, _U_LATE_US, _U_LATE_ROW_US = 2.9, 1.2, 2.0, 0.1
+# A kernel of its own that makes u.
+_U_KERNEL_US = 5.0
 # Blocks that share tiles stand at different columns of x. Where x outgrows the L2 cache, each of them fetches its own.
 _X_CACHE_BYTES = 30 << 20
 _X_MISS = 1.2
@@ -248,19 +251,38 @@ class ManyRowsPlan:
         """Chunks of 32 columns for which it loads at once."""
         return {2: 5, 3: 4}[self.groups] - self.lora_blocks // 2
 
-    def lora_slices(self, m: int, ranks: int, k: int, blocks: int) -> int | None:
-        """Slices of k in which `blocks` blocks make u [m, ranks], at most one part a block; None: they cannot, or it
-        takes too long.
+    def lora_cut(self, m: int, ranks: int, n: int, k: int, multiprocessors: int) -> tuple[float, int | None]:
+        """(estimated microseconds until u [m, ranks] is there, slices of k in which it is made).
 
-        The blocks share out the sums, the warps of a block its slices.
+        None: by a kernel before, because the product cannot or would wait for longer. A part of u, 16 ranks by
+        `lora_blocks` of rows by a slice, is made by one block. The first blocks start early, on multiprocessors that
+        the kernel before leaves idle, or ends on first. All share out the sums of slices, the warps of a block the
+        slices.
         """
-        tiles, token_blocks, warps = _ceil(ranks, 16), _ceil(m, 8), self.lora_warps
-        most = min(blocks // (tiles * _ceil(token_blocks, self.lora_blocks)), _lora_fits(m, ranks, k))
-        if most == 0 or warps == 0:
-            return None
-        made, sums = warps * self.lora_chunks, _ceil(tiles * token_blocks, blocks)
-        trips, slices = _slices_of_u(k // 32, made, sums, warps * _SLICES_AT_ONCE, most)
-        return slices if trips <= _MOST_TRIPS else None
+        grid, tiles, token_blocks = self.grid(m, n, k, multiprocessors), _ceil(ranks, 16), _ceil(m, 8)
+        early = min(grid, multiprocessors - grid if self.cluster > 1 else multiprocessors // 4)
+        parts, fitting = tiles * _ceil(token_blocks, self.lora_blocks), _lora_fits(m, ranks, k)
+        cuts: list[tuple[float, int | None]] = [(self.main_us(m, n, k, multiprocessors) + _U_KERNEL_US, None)]
+        if not (fitting and self.lora_warps):
+            return cuts[0]
+        made, sums = self.lora_warps * self.lora_chunks, _ceil(tiles * token_blocks, grid)
+        for blocks, late_us in ((early, 0.0), (grid, _U_LATE_US + _U_LATE_ROW_US * self.tokens)):
+            if parts > blocks < grid:
+                continue
+            most = min(max(1, blocks // parts), fitting)
+            trips, slices = _slices_of_u(k // 32, made, sums, self.lora_warps * _SLICES_AT_ONCE, most)
+            trips += (_ceil(parts, blocks) - 1) * _ceil(k // 32, made)  # one part after the other
+            cuts.append((_U_US + _U_TRIP_US * trips + late_us, slices))
+        return min(cuts, key=lambda cut: cut[0])
+
+    def main_us(self, m: int, n: int, k: int, multiprocessors: int) -> float:
+        """Estimated microseconds until a block needs u: the end of its first tile, or of its part of one."""
+        windows, window_us = k // WINDOW_COLUMNS, _SHAPES[self.tokens, self.groups][2]
+        if self.cluster > 1:
+            windows = self.unit * _ceil(_ceil(windows, self.unit), self.cluster)
+        elif not self.whole:
+            windows = min(windows, _ceil(windows * self.tiles(m, n), multiprocessors))
+        return _WHOLE_US + window_us * windows
 
     def partial_bytes(self, multiprocessors: int) -> int:
         """Workspace: two shared tiles a block, fp32."""
@@ -275,19 +297,24 @@ class ManyRowsPlan:
         counted = self.whole or tiles * 4 * self.groups <= COUNTERS
         return counted and tiles * units * self.grid(m, n, k, multiprocessors) < 1 << 32
 
-    def cost(self, m: int, n: int, k: int, multiprocessors: int, lora: bool = False) -> float:
-        """Estimated microseconds; with `lora` those beyond what LoRA adds to any plan."""
+    def cost(self, m: int, n: int, k: int, multiprocessors: int, ranks: int = 0) -> float:
+        """Estimated microseconds; with `ranks` of LoRA those beyond what it adds to any plan."""
         windows, tiles = k // WINDOW_COLUMNS, self.tiles(m, n)
         _, _, window_us, shared_us = _SHAPES[self.tokens, self.groups]
+        waiting_us = 0.0
+        if ranks:
+            there_us, needed_us = (
+                self.lora_cut(m, ranks, n, k, multiprocessors)[0],
+                self.main_us(m, n, k, multiprocessors),
+            )
+            waiting_us = max(0.0, there_us - needed_us)
         if self.cluster > 1:
-            units = _ceil(_ceil(windows, self.unit), self.cluster)
             summing_us = _CLUSTER_US[self.cluster] + _CLUSTER_ROW_US * self.tokens
-            late_us = _U_LATE_US if lora and self.cluster > 2 and self.tokens <= _U_LATE_ROWS else 0.0
-            return _WHOLE_US + summing_us + late_us + window_us * self.unit * units
+            return self.main_us(m, n, k, multiprocessors) + summing_us + waiting_us
         if self.whole:
-            return _WHOLE_US + window_us * windows * _ceil(tiles, multiprocessors)
+            return _WHOLE_US + window_us * windows * _ceil(tiles, multiprocessors) + waiting_us
         misses = _X_MISS if 2 * m * k > _X_CACHE_BYTES else 1.0
-        return shared_us + misses * window_us * windows * tiles / multiprocessors
+        return shared_us + misses * window_us * windows * tiles / multiprocessors + waiting_us
 
 
 def resident_clusters(cluster: int, multiprocessors: int) -> int:
@@ -333,28 +360,27 @@ def few_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan |
 
 
 @cache
-def many_rows_plan(
-    m: int, n: int, k: int, multiprocessors: int, clusters: bool = True, lora: bool = False
-) -> ManyRowsPlan:
-    """The plan of least estimated time among those of tiles not much taller than `m`, with `clusters` or without."""
+def many_rows_plan(m: int, n: int, k: int, multiprocessors: int, clusters: bool = True, ranks: int = 0) -> ManyRowsPlan:
+    """The plan of least estimated time among those of tiles not much taller than `m`, with `clusters` or without, for
+    all `ranks` of LoRA together."""
     plans = [plan for plan in all_many_rows_plans() if plan.tokens < max(2 * m, 17)]
     plans = [plan for plan in plans if (clusters or plan.cluster == 1) and plan.fits(m, n, k, multiprocessors)]
-    return min(plans, key=lambda plan: plan.cost(m, n, k, multiprocessors, lora))
+    return min(plans, key=lambda plan: plan.cost(m, n, k, multiprocessors, ranks))
 
 
 def product_plan(
-    m: int, n: int, k: int, multiprocessors: int, clusters: bool = True, lora: bool = False
+    m: int, n: int, k: int, multiprocessors: int, clusters: bool = True, ranks: int = 0
 ) -> FewRowsPlan | ManyRowsPlan:
-    """The kernel of a product of `m` rows, with LoRA or without."""
+    """The kernel of a product of `m` rows with so many ranks of LoRA."""
     plan = few_rows_plan(m, n, k, multiprocessors) if m <= FEW_ROWS else None
-    return plan or many_rows_plan(m, n, k, multiprocessors, clusters, lora)
+    return plan or many_rows_plan(m, n, k, multiprocessors, clusters, ranks)
 
 
 @cache
-def silu_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan | ManyRowsPlan | None:
+def silu_plan(m: int, n: int, k: int, multiprocessors: int, ranks: int = 0) -> FewRowsPlan | ManyRowsPlan | None:
     """Where gate and up, `n` rows together, are multiplied in the product's epilogue; None: it would cut k, or pairs of
     tiles do not fit."""
-    plan = replace(product_plan(m, n, k, multiprocessors, clusters=False), silu=True)
+    plan = replace(product_plan(m, n, k, multiprocessors, clusters=False, ranks=ranks), silu=True)
     if isinstance(plan, ManyRowsPlan):
         return plan
     return plan if plan.slices == 1 and plan.shared_bytes(m, n, k, multiprocessors) <= SHARED_BYTES else None

@@ -59,7 +59,7 @@ def lora_matmul(
     out_dtype = out_dtype or x.dtype
     if weight.layout == "tiles" and x.dtype == torch.bfloat16:
         y = x.new_empty(x.shape[0], weight.out_features, dtype=out_dtype)
-        return y, _run(_planned_blocks(x.shape[0], weight, lora=True), x, weight, bias, lora, y)
+        return y, _run(_planned_blocks(x.shape[0], weight, ranks=lora.a.shape[0]), x, weight, bias, lora, y)
     u = x @ lora.a.t()
     return matmul(x, weight, bias, torch.float32).add_(lora_update(weight, lora, u)).to(out_dtype), u
 
@@ -70,7 +70,7 @@ def silu_matmul(
     """``silu(gate) * up`` of the product [gate | up] as `matmul` and `lora_matmul` round it: [M, N / 2] as `x`."""
     m, packed = x.shape[0], weight.layout == "tiles" and x.dtype == torch.bfloat16
     if packed and (m <= PACKED_ROWS or lora is not None):
-        blocks = _planned_blocks(m, weight, silu=True)
+        blocks = _planned_blocks(m, weight, silu=True, ranks=lora.a.shape[0] if lora is not None else 0)
         if all(plan is not None for _, plan in blocks):
             y = x.new_empty(m, weight.out_features // 2)
             _run(blocks, x, weight, bias, lora, y)
@@ -82,10 +82,10 @@ def silu_matmul(
 _Blocks = list[tuple[slice, FewRowsPlan | ManyRowsPlan | None]]
 
 
-def _planned_blocks(m: int, weight: GroupWeight, silu: bool = False, lora: bool = False) -> _Blocks:
+def _planned_blocks(m: int, weight: GroupWeight, silu: bool = False, ranks: int = 0) -> _Blocks:
     """Launches that multiply `m` rows by weights in tiles."""
     blocks = _row_blocks(m, MANY_ROWS)
-    return [(rows, hopper.plan_for(rows.stop - rows.start, weight, silu, lora)) for rows in blocks]
+    return [(rows, hopper.plan_for(rows.stop - rows.start, weight, silu, ranks)) for rows in blocks]
 
 
 def _run(
