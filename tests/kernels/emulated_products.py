@@ -62,7 +62,7 @@ class Emulator:
         monkeypatch.setattr(tensor_map, "_encode", _encode)
         monkeypatch.setattr(hopper, "kernel_launch", self._launch)
         # u is made inside the product wherever it can be, however long that takes; elsewhere by a kernel before.
-        monkeypatch.setattr(hopper_plan, "_U_KERNEL_US", math.inf)
+        monkeypatch.setattr(hopper_plan, "_MOST_TRIPS", math.inf)
         self.kernels_before = 0
         monkeypatch.setattr(hopper, "shrink_into", self._shrink)
 

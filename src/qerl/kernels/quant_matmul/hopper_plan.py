@@ -60,11 +60,14 @@ _SHAPES = {
 _WHOLE_US = 2.0
 # Blocks of a cluster that share a tile: what that costs, and what a row of x in the tile adds.
 _CLUSTER_US, _CLUSTER_ROW_US = {2: 0.7, 3: 1.8, 4: 2.0}, 0.014
-# When u that a product makes is in shared memory: after so long, a trip to the L2 cache more for each, and as much more
-# with a row of the tile where blocks make it that start when all others ask for weights and x.
-_U_US, _U_TRIP_US, _U_LATE_US, _U_LATE_ROW_US = 2.9, 1.2, 2.0, 0.1
-# A kernel of its own that makes u.
-_U_KERNEL_US = 5.0
+# How long a product waits for the u it makes, fitted to a sweep with LoRA: more with every part of u and every trip of
+# its making, less the longer its blocks are busy until they need it, less (but something) where they need it at different
+# times (shared and whole tiles), more in clusters of four, and beside tall tiles, whose copies of x keep the cache busy.
+_U_US, _U_PART_US, _U_TRIP_US, _U_BUSY = 0.5, 0.04, 0.5, 0.3
+_U_SHARED_US, _U_WHOLE_US, _U_LEAST_US, _U_OF_FOUR_US, _U_TALL_US = -2.0, -1.7, 0.8, 1.5, 3.8
+# What LoRA adds to tall tiles besides, as a share of their time; a kernel of its own that makes u, and the trips from
+# which on it is one.
+_LORA_TALL, _U_KERNEL_US, _MOST_TRIPS = 1.07, 5.0, 8
 # Blocks that share tiles stand at different columns of x. Where x outgrows the L2 cache, each of them fetches its own.
 _X_CACHE_BYTES = 30 << 20
 _X_MISS = 1.2
@@ -252,28 +255,30 @@ class ManyRowsPlan:
         return {2: 5, 3: 4}[self.groups] - self.lora_blocks // 2
 
     def lora_cut(self, m: int, ranks: int, n: int, k: int, multiprocessors: int) -> tuple[float, int | None]:
-        """(estimated microseconds until u [m, ranks] is there, slices of k in which it is made).
+        """(estimated microseconds that the product waits for u [m, ranks], slices of k in which it makes u).
 
-        None: by a kernel before, because the product cannot or would wait for longer. A part of u, 16 ranks by
-        `lora_blocks` of rows by a slice, is made by one block. The first blocks start early, on multiprocessors that
-        the kernel before leaves idle, or ends on first. All share out the sums of slices, the warps of a block the
-        slices.
+        None: a kernel before makes u, because the product cannot or would take long. A part of u, 16 ranks by
+        `lora_blocks` of rows by a slice, is made by one block; all share out the sums of slices, the warps of a block
+        the slices.
         """
         grid, tiles, token_blocks = self.grid(m, n, k, multiprocessors), _ceil(ranks, 16), _ceil(m, 8)
-        early = min(grid, multiprocessors - grid if self.cluster > 1 else multiprocessors // 4)
         parts, fitting = tiles * _ceil(token_blocks, self.lora_blocks), _lora_fits(m, ranks, k)
-        cuts: list[tuple[float, int | None]] = [(self.main_us(m, n, k, multiprocessors) + _U_KERNEL_US, None)]
         if not (fitting and self.lora_warps):
-            return cuts[0]
+            return _U_KERNEL_US, None
         made, sums = self.lora_warps * self.lora_chunks, _ceil(tiles * token_blocks, grid)
-        for blocks, late_us in ((early, 0.0), (grid, _U_LATE_US + _U_LATE_ROW_US * self.tokens)):
-            if parts > blocks < grid:
-                continue
-            most = min(max(1, blocks // parts), fitting)
-            trips, slices = _slices_of_u(k // 32, made, sums, self.lora_warps * _SLICES_AT_ONCE, most)
-            trips += (_ceil(parts, blocks) - 1) * _ceil(k // 32, made)  # one part after the other
-            cuts.append((_U_US + _U_TRIP_US * trips + late_us, slices))
-        return min(cuts, key=lambda cut: cut[0])
+        most = min(max(1, grid // parts), fitting)
+        trips, slices = _slices_of_u(k // 32, made, sums, self.lora_warps * _SLICES_AT_ONCE, most)
+        trips += (_ceil(parts, grid) - 1) * _ceil(k // 32, made)  # one part after the other
+        if trips > _MOST_TRIPS:
+            return _U_KERNEL_US, None
+        waiting_us = _U_US + _U_PART_US * parts * slices + _U_TRIP_US * trips
+        waiting_us -= _U_BUSY * self.main_us(m, n, k, multiprocessors)
+        waiting_us += _U_TALL_US if self.tokens == 128 else 0.0
+        if self.cluster > 1:
+            waiting_us += _U_OF_FOUR_US if self.cluster == 4 else 0.0
+        else:
+            waiting_us += _U_WHOLE_US if self.whole else _U_SHARED_US
+        return max(0.0 if self.cluster > 1 else _U_LEAST_US, waiting_us), slices
 
     def main_us(self, m: int, n: int, k: int, multiprocessors: int) -> float:
         """Estimated microseconds until a block needs u: the end of its first tile, or of its part of one."""
@@ -301,20 +306,17 @@ class ManyRowsPlan:
         """Estimated microseconds; with `ranks` of LoRA those beyond what it adds to any plan."""
         windows, tiles = k // WINDOW_COLUMNS, self.tiles(m, n)
         _, _, window_us, shared_us = _SHAPES[self.tokens, self.groups]
-        waiting_us = 0.0
-        if ranks:
-            there_us, needed_us = (
-                self.lora_cut(m, ranks, n, k, multiprocessors)[0],
-                self.main_us(m, n, k, multiprocessors),
-            )
-            waiting_us = max(0.0, there_us - needed_us)
         if self.cluster > 1:
-            summing_us = _CLUSTER_US[self.cluster] + _CLUSTER_ROW_US * self.tokens
-            return self.main_us(m, n, k, multiprocessors) + summing_us + waiting_us
-        if self.whole:
-            return _WHOLE_US + window_us * windows * _ceil(tiles, multiprocessors) + waiting_us
-        misses = _X_MISS if 2 * m * k > _X_CACHE_BYTES else 1.0
-        return shared_us + misses * window_us * windows * tiles / multiprocessors + waiting_us
+            cost = self.main_us(m, n, k, multiprocessors) + _CLUSTER_US[self.cluster] + _CLUSTER_ROW_US * self.tokens
+        elif self.whole:
+            cost = _WHOLE_US + window_us * windows * _ceil(tiles, multiprocessors)
+        else:
+            misses = _X_MISS if 2 * m * k > _X_CACHE_BYTES else 1.0
+            cost = shared_us + misses * window_us * windows * tiles / multiprocessors
+        if not ranks:
+            return cost
+        cost *= _LORA_TALL if self.tokens == 128 else 1.0
+        return cost + self.lora_cut(m, ranks, n, k, multiprocessors)[0]
 
 
 def resident_clusters(cluster: int, multiprocessors: int) -> int:
@@ -363,7 +365,8 @@ def few_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan |
 def many_rows_plan(m: int, n: int, k: int, multiprocessors: int, clusters: bool = True, ranks: int = 0) -> ManyRowsPlan:
     """The plan of least estimated time among those of tiles not much taller than `m`, with `clusters` or without, for
     all `ranks` of LoRA together."""
-    plans = [plan for plan in all_many_rows_plans() if plan.tokens < max(2 * m, 17)]
+    least = min(m, 64) if ranks else 0  # lower tiles make u in more parts than the fit has seen
+    plans = [plan for plan in all_many_rows_plans() if least <= plan.tokens < max(2 * m, 17)]
     plans = [plan for plan in plans if (clusters or plan.cluster == 1) and plan.fits(m, n, k, multiprocessors)]
     return min(plans, key=lambda plan: plan.cost(m, n, k, multiprocessors, ranks))
 
