@@ -61,8 +61,9 @@ _WHOLE_US = 2.0
 # Blocks of a cluster that share a tile: what that costs, and what a row of x in the tile adds.
 _CLUSTER_US, _CLUSTER_ROW_US = {2: 0.7, 3: 1.8, 4: 2.0}, 0.014
 # How long a product waits for the u it makes, fitted to a sweep with LoRA: more with every part of u and every trip of
-# its making, less the longer its blocks are busy until they need it, less (but something) where they need it at different
-# times (shared and whole tiles), more in clusters of four, and beside tall tiles, whose copies of x keep the cache busy.
+# its making, less the longer its blocks are busy until they need it, less (but something) where they need it at
+# different times (shared and whole tiles), more in clusters of four, and beside tall tiles, whose copies of x keep the
+# cache busy.
 _U_US, _U_PART_US, _U_TRIP_US, _U_BUSY = 0.5, 0.04, 0.5, 0.3
 _U_SHARED_US, _U_WHOLE_US, _U_LEAST_US, _U_OF_FOUR_US, _U_TALL_US = -2.0, -1.7, 0.8, 1.5, 3.8
 # What LoRA adds to tall tiles besides, as a share of their time; a kernel of its own that makes u, and the trips from
