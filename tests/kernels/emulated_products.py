@@ -15,7 +15,8 @@ from qerl.kernels.quant_matmul.hopper_plan import LORA_BYTES, FewRowsPlan, ManyR
 
 SOURCES = Path(hopper.__file__).parent / "cuda"
 HEADERS = tuple(
-    f"{name}.cuh" for name in ("tiles", "wgmma", "shrink", "stream_k", "cluster_tile", "silu", "few_rows", "many_rows")
+    f"{name}.cuh"
+    for name in ("tiles", "wgmma", "shrink", "stream_k", "cluster_tile", "silu", "tensor_copy", "few_rows", "many_rows")
 )
 _COUNTERS = hopper.COUNTERS + hopper.LORA_COUNTERS
 

@@ -13,7 +13,7 @@ from qerl.kernels.quant_matmul import LoraUpdate, hopper
 from qerl.kernels.quant_matmul.hopper_plan import FewRowsPlan, ManyRowsPlan
 
 # (rows of a tile, warpgroups, whole tiles), multiprocessors, segments, windows of k, rows, ranks.
-# Every shape of tile; parts of u that go round the ring twice, blocks that make none and blocks whose first tile begins
+# Every shape of tile; more parts of u than blocks, blocks that make none and blocks whose first tile begins
 # elsewhere; ragged ends of n, k, m and the ranks; tiles of one to three segments, some of them without LoRA.
 _MANY = [
     ((16, 2, False), 5, (48, 16, 240), 61, 19, (144, 0, 72)),
@@ -50,6 +50,13 @@ _MANY = [
     ((128, 3, True, False, 2), 4, (80, 48, 32), 5, 131, (8, 32, 72)),
     ((256, 2, True, False, 3), 6, (48, 16, 80), 9, 255, (144, 0, 72)),
     ((256, 2, True, False, 4), 4, (48, 16, 16), 7, 200, None),
+    # Pairs of blocks: a block without channels, tiles whose LoRA only the other block has, odd multiprocessors.
+    ((128, 2, False, False, 1, True), 8, (48, 16, 240), 25, 131, (144, 0, 72)),
+    ((128, 2, True, False, 1, True), 4, (144,), 35, 127, (32,)),
+    ((128, 3, False, False, 1, True), 5, (80, 48, 32, 240), 31, 131, (8, 32, 72, 0)),
+    ((128, 3, True, False, 1, True), 6, (208, 16), 33, 300, None),
+    ((256, 2, False, False, 1, True), 6, (48, 16, 272), 9, 259, (144, 0, 72)),
+    ((256, 2, True, False, 1, True), 3, (144,), 7, 255, (32,)),
 ]
 # (warps, parts of k, pairs of blocks), as above.
 _FEW = [

@@ -65,12 +65,19 @@ struct Span {
     unsigned char* base;
     size_t bytes;
 };
+struct Hidden {  // NaN until the kernels before have ended: what they may still write
+    Span place;
+    std::vector<unsigned char> bytes;
+    Hidden(const void* base, size_t size) : place{(unsigned char*)base, size}, bytes(place.base, place.base + size) {
+        std::memset(place.base, 0xff, size);
+    }
+};
 struct Outside {  // of the blocks
     std::vector<Landing> landings;
     int longest, elected;       // longest time of a copy; which lane elect.sync chooses
     unsigned predecessors_end;  // round
     unsigned predecessors = 0;  // whether they have ended
-    std::vector<unsigned char> hidden_x;
+    std::vector<Hidden> hidden;
     Span x, tiles;
 };
 extern Outside outside;
@@ -259,6 +266,16 @@ inline void cp_async_bulk_tensor_3d_shared_cluster_global_tile_mbarrier_complete
 inline void cp_async_bulk_tensor_3d_shared_cluster_global_tile_mbarrier_complete_tx_bytes_L2_cache_hint(
     uint32_t to, const void* tensor_map, int inner, int middle, int outer, uint32_t bar, uint64_t) {
     tensor_copy(to, tensor_map, inner, middle, outer, bar);
+}
+
+inline void cp_async_bulk_tensor_3d_shared_cluster_global_tile_mbarrier_complete_tx_bytes_multicast_cluster(
+    uint32_t to, const void* tensor_map, int inner, int middle, int outer, uint32_t bar, int mask) {
+    const int first = machine.current->rank / machine.cluster_size * machine.cluster_size;
+    for (int i = 0; i < machine.cluster_size; i++)
+        if (mask >> i & 1) {
+            need_running(address_in(to, first + i));
+            tensor_copy(address_in(to, first + i), tensor_map, inner, middle, outer, address_in(bar, first + i));
+        }
 }
 
 // ---- products

@@ -42,7 +42,7 @@ __attribute__((optimize("O3"))) void end_product(Fiber* lanes, int index) {
 static bool elapse() {
     bool any = false;
     if (!outside.predecessors && machine.round >= outside.predecessors_end) {
-        std::copy(outside.hidden_x.begin(), outside.hidden_x.end(), outside.x.base);
+        for (const Hidden& of : outside.hidden) std::copy(of.bytes.begin(), of.bytes.end(), of.place.base);
         outside.predecessors = any = 1;
     }
     for (size_t i = 0; i < outside.landings.size();) {
@@ -54,6 +54,17 @@ static bool elapse() {
         outside.landings.erase(outside.landings.begin() + i), any = true;
     }
     return any;
+}
+// All that a kernel reads but weights: x, the factors of LoRA, bias, scales.
+static void hide(const Params& p) {
+    outside.hidden.emplace_back(outside.x.base, outside.x.bytes);
+    if (p.bias) outside.hidden.emplace_back(p.bias, p.n * 2);
+    if (p.global_scale) outside.hidden.emplace_back(p.global_scale, p.segments * 4);
+    if (p.lora.a) outside.hidden.emplace_back(p.lora.a, (size_t)p.lora.width * p.k * 2);
+    for (int s = 0; p.lora.u && s < p.segments; s++) {
+        const size_t rows = (p.segment_end[s] - (s ? p.segment_end[s - 1] : 0)) * 16;
+        if (p.lora.rank[s]) outside.hidden.emplace_back(p.lora.b + p.lora.offset[s], rows * p.lora.rank[s] * 2);
+    }
 }
 static unsigned next_due() {
     unsigned next = outside.predecessors ? NEVER : outside.predecessors_end;
@@ -69,15 +80,14 @@ static const char* check_the_end() {
         if (!fiber.products.empty() || !fiber.stores.empty()) return "products or stores that nobody waited for";
     return nullptr;
 }
-// Null, or what went wrong. maps: of x, u and a, or null. An odd seed makes copies slow and sleeps long.
+// Null, or what went wrong. maps: of weights, x and u, or null. An odd seed makes copies slow and sleeps long.
 extern "C" const char* emulate(void* entry, const Params* params, const TensorMap* maps, int grid, int cluster,
                                int threads, int shared_bytes, unsigned seed) {
     const Params p = *params;
     outside = Outside{};
     outside.x = {(unsigned char*)p.x, (size_t)p.m * p.k * 2};
     outside.tiles = {(unsigned char*)p.tiles, (size_t)(p.n / 16) * (p.k / 64) * WINDOW_BYTES};
-    outside.hidden_x.assign(outside.x.base, outside.x.base + outside.x.bytes);
-    std::memset(outside.x.base, 0xff, outside.x.bytes);
+    hide(p);
     outside.longest = seed % 2 ? 100 : 1 + seed % 8 * 4, outside.elected = seed % 32;
     outside.predecessors_end = seed * 37 % 100;
     machine.elapse = elapse, machine.due = next_due, machine.first_block = machine.row = 0;

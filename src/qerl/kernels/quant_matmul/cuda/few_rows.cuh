@@ -191,7 +191,7 @@ __device__ __forceinline__ void few_rows(const Params& p) {
         for (int up = 0; up < TOGETHER; up++)
             if (ended < last_ended) endings[up] = Ending(p, tile_of(ended, up), lane);
     };
-    wait_for_predecessors();
+    wait_for_predecessors();  // from here on: bias, factors, u, the workspace, y
     load_endings(first_ended);
     // Rows past m feed columns of the product that nobody stores; they only must lie inside the buffer.
     uint32_t x_row = x_base + min(lane & 7, p.m - 1) * x_stride + (lane >> 3) * 16;
@@ -245,7 +245,6 @@ __device__ __forceinline__ void few_rows(const Params& p) {
         }
     }
     if (unit && begin < end) store_partial();
-    wait_for_predecessors();  // from here on: u, the workspace, y
     sync_warps<COMPUTE_BARRIER, WARPS * 32>();
     const bool u_nearby = p.lora.a != nullptr;
     if (u_nearby) barrier_wait(u_full, 0);

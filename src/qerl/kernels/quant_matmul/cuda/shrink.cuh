@@ -1,8 +1,8 @@
 // u = x A^T of LoRA inside the product that adds u B^T: warps without other work compute it while the weights stream.
 //
-// Rank tiles of 16 and slices of k are dealt out to the blocks. The last block to bring its slice of a tile sums all of
-// them, in slice order: same input, same bits. All blocks of a launch are resident (the host launches no more than
-// fit), so that waiting for u, which needs all of them, ends.
+// Parts of u, 16 ranks by some tokens by a slice of k, are dealt out to the blocks. Slices are summed in their order:
+// same input, same bits; few rows by every block for itself, many rows by all blocks together. All blocks of a launch
+// are resident (the host launches no more than fit), so that waiting for u, which needs all of them, ends.
 #pragma once
 #include "tiles.cuh"
 
@@ -17,7 +17,7 @@ __device__ __forceinline__ void prefetch_lines(const void* from, int bytes, int 
     for (int i = thread * 128; i < bytes; i += threads * 128) prefetch((const char*)from + i);
 }
 
-// What this block will read of A, and of the factors of row tiles first .. last - 1, on the way into the L2 cache.
+// What this block will read of the factors of row tiles first .. last - 1, on the way into the L2 cache.
 __device__ __forceinline__ void prefetch_factors(const Params& p, int first, int last, int thread, int threads) {
 #pragma unroll 1
     for (int tile = first; tile < last; tile++) {
