@@ -23,9 +23,10 @@ _COUNTERS = hopper.COUNTERS + hopper.LORA_COUNTERS
 
 def build_products(folder: Path, *units: str, sources: Path = SOURCES) -> ctypes.CDLL:
     """A library of the entry points in these ``.cu`` files, and of one many-row kernel with an fp32 result."""
-    ours = ("instructions.cuh", "products.cpp", "wide.cu")
-    files = [*(sources / name for name in (*HEADERS, *units)), *(EMULATED / name for name in ours)]
-    library = build(folder, files, [*units, *ours[1:]], before="instructions.cuh")
+    ours = ("products.cpp", "wide.cu")
+    emulated = ("instructions.cuh", "copies.cuh", *ours)
+    files = [*(sources / name for name in (*HEADERS, *units)), *(EMULATED / name for name in emulated)]
+    library = build(folder, files, [*units, *ours], before="instructions.cuh")
     library.emulate.restype = ctypes.c_char_p
     return library
 

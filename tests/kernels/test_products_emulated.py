@@ -50,13 +50,6 @@ _MANY = [
     ((128, 3, True, False, 2), 4, (80, 48, 32), 5, 131, (8, 32, 72)),
     ((256, 2, True, False, 3), 6, (48, 16, 80), 9, 255, (144, 0, 72)),
     ((256, 2, True, False, 4), 4, (48, 16, 16), 7, 200, None),
-    # Pairs of blocks: a block without channels, tiles whose LoRA only the other block has, odd multiprocessors.
-    ((128, 2, False, False, 1, True), 8, (48, 16, 240), 25, 131, (144, 0, 72)),
-    ((128, 2, True, False, 1, True), 4, (144,), 35, 127, (32,)),
-    ((128, 3, False, False, 1, True), 5, (80, 48, 32, 240), 31, 131, (8, 32, 72, 0)),
-    ((128, 3, True, False, 1, True), 6, (208, 16), 33, 300, None),
-    ((256, 2, False, False, 1, True), 6, (48, 16, 272), 9, 259, (144, 0, 72)),
-    ((256, 2, True, False, 1, True), 3, (144,), 7, 255, (32,)),
 ]
 # (warps, parts of k, pairs of blocks), as above.
 _FEW = [

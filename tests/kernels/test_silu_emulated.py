@@ -2,7 +2,6 @@
 
 import ctypes
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -35,10 +34,6 @@ _MANY = [
     ((256, 2, True), 3, 80, 7, 255, None),
     ((16, 2, True), 3, 304, 3, 40, None),  # tiles of one unit: one warp of a pair may be far ahead
     ((256, 2, True), 2, 176, 2, 300, None),
-    # Pairs of blocks: one without channels; tiles that both share with others.
-    ((128, 2, False, False, 1, True), 8, 176, 25, 131, (32, 72)),
-    ((128, 3, True, False, 1, True), 5, 240, 14, 127, (8, 32)),
-    ((256, 2, False, False, 1, True), 4, 80, 9, 259, (144, 8)),
 ]
 # (warps, parts of k, pairs of blocks), as above.
 _FEW = [
@@ -76,7 +71,7 @@ def test_gate_and_up(
     """Against fp64 sums, rounded where the two kernels round; whatever the order of turns, the same bits."""
     product = Product((channels, channels), windows, m, ranks, plain=plan[2])
     emulator = Emulator(library, multiprocessors, monkeypatch)
-    inputs = replace(kind(*plan), silu=True), product.x, product.weight, product.bias, product.lora
+    inputs = kind(*plan, silu=True), product.x, product.weight, product.bias, product.lora
     first = emulator.run(*inputs, seed=0)
     before = ranks is not None and isinstance(inputs[0], ManyRowsPlan) and inputs[0].tokens == 256
     assert emulator.kernels_before == before

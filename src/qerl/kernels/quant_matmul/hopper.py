@@ -187,7 +187,7 @@ def run_many_rows(
     params.slices = plan.cluster if plan.whole else 0
     grid = plan.grid(*shape, sms)
     windows, tiles = weight.in_features // WINDOW_COLUMNS, weight.out_features // TILE_ROWS
-    x_map = bf16_windows_map(x.data_ptr(), *x.shape, plan.tokens, 1 if plan.pair else plan.unit)
+    x_map = bf16_windows_map(x.data_ptr(), *x.shape, plan.tokens, plan.unit)
     maps = [tiles_map(weight.codes.data_ptr(), windows, tiles, plan.unit, plan.tiles_at_once), x_map, x_map]
     if lora is not None:
         assert u is not None, "u is written beside y"

@@ -20,8 +20,6 @@ FEW_ROWS = 8
 # multiplied by cuBLAS. (Launches of 8,192 rows were no faster: docs/log.md.)
 MANY_ROWS = 2048
 PACKED_ROWS = 4096
-# Tiles so tall read so much of x that pairs of blocks share it.
-PAIRED_TOKENS = 128
 # Counters of the workspace that sums of parts may use, and those of LoRA's u = x A^T inside a product.
 COUNTERS = (1 << 18) - (1 << 11)
 LORA_COUNTERS = 1 << 11
@@ -60,8 +58,6 @@ _SHAPES = {
     (256, 2): (2, 3, 0.690, 23.1),
 }
 _WHOLE_US = 2.0
-# A window in a pair of blocks takes this share of the time.
-_PAIRED = 0.95
 # Blocks of a cluster that share a tile: what that costs, and what a row of x in the tile adds.
 _CLUSTER_US, _CLUSTER_ROW_US = {2: 0.7, 3: 1.8, 4: 2.0}, 0.014
 # How long a product waits for the u it makes, fitted to a sweep with LoRA: more with every part of u and every trip of
@@ -179,7 +175,7 @@ class FewRowsPlan:
 
 @dataclass(frozen=True, slots=True)
 class ManyRowsPlan:
-    """Launch of ``many_rows_{tokens}_{groups}_{unit}_{stages}`` or the same with ``_pair`` behind.
+    """Launch of ``many_rows_{tokens}_{groups}_{unit}_{stages}``.
 
     Attributes:
         tokens: rows of x a tile covers.
@@ -187,7 +183,6 @@ class ManyRowsPlan:
         whole: tiles are not shared between blocks other than those of a cluster.
         silu: the result is silu(gate) * up of the two segments of the weight; not with clusters.
         cluster: blocks that share each tile of a `whole` plan, a part of k each (``cluster_tile.cuh``).
-        pair: clusters of two blocks share x, for tiles of neighbouring channels.
     """
 
     tokens: int
@@ -195,7 +190,6 @@ class ManyRowsPlan:
     whole: bool
     silu: bool = False
     cluster: int = 1
-    pair: bool = False
 
     @property
     def unit(self) -> int:
@@ -210,12 +204,12 @@ class ManyRowsPlan:
     @property
     def name(self) -> str:
         """Entry point in ``many_rows.cu``; with ``_wide`` or ``_silu`` at its end, in the file of that name."""
-        return f"many_rows_{self.tokens}_{self.groups}_{self.unit}_{self.stages}{'_pair' if self.pair else ''}"
+        return f"many_rows_{self.tokens}_{self.groups}_{self.unit}_{self.stages}"
 
     @property
     def macro(self) -> str:
         """The call that defines the entry point."""
-        return f"{'PAIRED_' if self.pair else ''}KERNEL({self.tokens}, {self.groups}, {self.unit}, {self.stages})"
+        return f"KERNEL({self.tokens}, {self.groups}, {self.unit}, {self.stages})"
 
     @property
     def tiles_at_once(self) -> int:
@@ -223,16 +217,14 @@ class ManyRowsPlan:
         return 2 * self.groups if self.silu else 4 * self.groups
 
     def tiles(self, m: int, n: int) -> int:
-        """Tiles of the output; of pairs of blocks, both tiles of each."""
-        blocks = 2 if self.pair else 1
-        return _ceil(n, 64 * self.groups * blocks) * blocks * _ceil(m, self.tokens)
+        """Tiles of the output."""
+        return _ceil(n, 64 * self.groups) * _ceil(m, self.tokens)
 
     def grid(self, m: int, n: int, k: int, multiprocessors: int) -> int:
         """Blocks: a cluster a tile; else one a multiprocessor, but no more than there are units to share out."""
         if self.cluster > 1:
             return self.tiles(m, n) * self.cluster
-        blocks = min(multiprocessors, _ceil(k // WINDOW_COLUMNS, self.unit) * self.tiles(m, n))
-        return blocks // 2 * 2 if self.pair else blocks
+        return min(multiprocessors, _ceil(k // WINDOW_COLUMNS, self.unit) * self.tiles(m, n))
 
     @property
     def shared_bytes(self) -> int:
@@ -309,8 +301,6 @@ class ManyRowsPlan:
         tiles, units = self.tiles(m, n), _ceil(k // WINDOW_COLUMNS, self.unit)
         if self.cluster > 1:
             return units >= self.cluster and tiles <= resident_clusters(self.cluster, multiprocessors)
-        if self.pair and multiprocessors < 2:
-            return False
         counted = self.whole or tiles * 4 * self.groups <= COUNTERS
         return counted and tiles * units * self.grid(m, n, k, multiprocessors) < 1 << 32
 
@@ -318,7 +308,6 @@ class ManyRowsPlan:
         """Estimated microseconds; with `ranks` of LoRA those beyond what it adds to any plan."""
         windows, tiles = k // WINDOW_COLUMNS, self.tiles(m, n)
         _, _, window_us, shared_us = _SHAPES[self.tokens, self.groups]
-        window_us *= _PAIRED if self.pair else 1.0
         if self.cluster > 1:
             cost = self.main_us(m, n, k, multiprocessors) + _CLUSTER_US[self.cluster] + _CLUSTER_ROW_US * self.tokens
         elif self.whole:
@@ -345,8 +334,7 @@ def resident_clusters(cluster: int, multiprocessors: int) -> int:
 def all_many_rows_plans() -> list[ManyRowsPlan]:
     """Every tile shape, with shared tiles, with whole ones and with tiles of clusters."""
     ways = [{"whole": False}, *({"whole": True, "cluster": cluster} for cluster in (1, *_CLUSTER_US))]
-    plans = [ManyRowsPlan(tokens, groups, **way) for tokens, groups in _SHAPES for way in ways]
-    return plans + [replace(plan, pair=True) for plan in plans if plan.tokens >= PAIRED_TOKENS and plan.cluster == 1]
+    return [ManyRowsPlan(tokens, groups, **way) for tokens, groups in _SHAPES for way in ways]
 
 
 @cache

@@ -1,12 +1,11 @@
 // y = x W^T for 9 rows of x and more: wgmma with the weights, decoded in registers, as the left operand.
 //
 // A block computes tiles of (64 x GROUPS) output channels by TOKENS rows of x. A producer warp streams both through a
-// ring of stages, a tensor copy of each a stage: each copy takes a thread 130 clocks to issue, which set the pace where
-// every row tile and every window of x had its own. Window i + 1 is decoded while the
+// ring of stages, one tensor copy of each a stage (a copy costs its thread some 130 clocks by the fits: with one for
+// every row tile and every window of x that thread set the pace of low tiles). Window i + 1 is decoded while the
 // products of window i run. Where whole tiles would leave multiprocessors idle, every block takes an equal run of units
 // across tiles (stream-K); the last block to arrive at a tile sums its parts in block order: same input, same bits. Or
-// the blocks of a cluster share each tile (cluster_tile.cuh). Or pairs of blocks multiply the same x by neighbouring
-// channels, and each fetches half of it for both: tall tiles read so much of x that the L2 cache sets their pace.
+// the blocks of a cluster share each tile (cluster_tile.cuh).
 //
 // LoRA is one more step of a tile: columns of u take the place of x in the ring, rows of b that of the weights. The
 // warps beside the producer make u where it does not come from an earlier kernel.
@@ -42,8 +41,8 @@ __device__ __forceinline__ uint64_t x_descriptor(uint32_t address) {
 template <int TOKENS, int GROUPS>
 struct Beside {
     static constexpr int GROUPS_BESIDE = TOKENS < 256 && GROUPS == 2 ? 2 : 1;
-    static constexpr int REGISTERS = TOKENS == 256 ? 40 : GROUPS == 2 ? 104 : 80;
-    static constexpr int PRODUCT_REGISTERS = TOKENS == 256 ? 232 : GROUPS == 2 ? 152 : 144;
+    static constexpr int REGISTERS = TOKENS == 256 ? 24 : GROUPS == 2 ? 104 : 80;
+    static constexpr int PRODUCT_REGISTERS = TOKENS == 256 ? 240 : GROUPS == 2 ? 152 : 144;
     static constexpr int THREADS = 128 * (GROUPS + GROUPS_BESIDE);  // of a block
     static_assert(GROUPS_BESIDE * REGISTERS + GROUPS * PRODUCT_REGISTERS <=
                       (GROUPS_BESIDE + GROUPS) * registers_of_launch<THREADS>,
@@ -69,27 +68,24 @@ __device__ __forceinline__ void for_lora_steps(const Params& p, int row_block, S
 constexpr int EARLY = 2;  // of a tile's factors, 16 ranks each: loaded at its begin
 
 // UNIT windows of all channels and of x are one stage, filled by one producer warp. WIDE: y is fp32. SILU: y is
-// silu(gate) * up (silu.cuh); the first half of the warps holds tiles of gate, the second those of up. PAIRED: see
-// above.
-template <int TOKENS, int GROUPS, int UNIT, int STAGES, bool WIDE = false, bool SILU = false, bool PAIRED = false>
+// silu(gate) * up (silu.cuh); the first half of the warps holds tiles of gate, the second those of up.
+template <int TOKENS, int GROUPS, int UNIT, int STAGES, bool WIDE = false, bool SILU = false>
 __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* w_map, const TensorMap* x_map,
                                           const TensorMap* u_map) {
     constexpr int WARPS = GROUPS * 4, X_BYTES = TOKENS * 128, W_BYTES = UNIT * WINDOW_BYTES;
-    constexpr int PAIRS = WARPS / 2, SHARE = PAIRED ? 2 : 1;
-    static_assert(!PAIRED || UNIT == 2, "each block of a pair fetches one window of x");
+    constexpr int PAIRS = WARPS / 2;
     using Beside = Beside<TOKENS, GROUPS>;
     extern __shared__ __align__(1024) unsigned char shared[];
     const int warp = uniform_warp(), lane = threadIdx.x & 31;
     const int tiles = p.n / 16, windows = p.k / 64;
     Work work;
-    work.row_blocks = (tiles + SHARE * WARPS - 1) / (SHARE * WARPS);
+    work.row_blocks = (tiles + WARPS - 1) / WARPS;
     work.token_blocks = (p.m + TOKENS - 1) / TOKENS;
     work.units = (windows + UNIT - 1) / UNIT;
     work.whole = p.slices == 1;
     work.cluster = SILU ? 1 : max(1, p.slices);
     work.total = work.row_blocks * work.token_blocks * work.units;
-    work.workers = gridDim.x / SHARE, work.share = SHARE, work.rank = PAIRED ? blockIdx.x % 2 : 0;
-    const int begin = work.begin(blockIdx.x / SHARE), end = work.begin(blockIdx.x / SHARE + 1);
+    const int begin = work.begin(blockIdx.x), end = work.begin(blockIdx.x + 1);
 
     // The weights of the first stages are on their way before the kernel that makes x has ended; with LoRA, those
     // before the first step that reads u.
@@ -110,12 +106,12 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* w_ma
     if (threadIdx.x == 0)
         for (int s = 0; s < STAGES; s++) {
             barrier_init(full + s * 8, 1);
-            barrier_init(empty + s * 8, GROUPS * SHARE);
+            barrier_init(empty + s * 8, GROUPS);
         }
     if (work.cluster > 1 && threadIdx.x < 2 * WARPS) barrier_init(of_tile + threadIdx.x * 8, work.cluster);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    if (PAIRED || work.cluster > 1) meet_cluster();
+    if (work.cluster > 1) meet_cluster();
     else __syncthreads();
 
     if (warp >= WARPS) {  // a whole warpgroup, because registers are handed over by warpgroups
@@ -125,11 +121,11 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* w_ma
                 const int thread = threadIdx.x - (WARPS + 1) * 32;
                 for (int tile = begin / work.units; tile * (int)work.units < end; tile++) {
                     if constexpr (SILU) {
-                        const int first = work.tile_of_block(tile % work.row_blocks) * PAIRS;
+                        const int first = tile % work.row_blocks * PAIRS;
                         prefetch_factors_of_pairs(p, first, min(first + PAIRS, tiles / 2), thread,
                                                   Beside::SHRINKERS * 32);
                     } else {
-                        const int first = work.tile_of_block(tile % work.row_blocks) * WARPS;
+                        const int first = tile % work.row_blocks * WARPS;
                         prefetch_factors(p, first, min(first + WARPS, tiles), thread, Beside::SHRINKERS * 32);
                     }
                 }
@@ -154,17 +150,14 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* w_ma
 #pragma unroll
                 for (int i = 0; i < COPIES; i++) {
                     const uint32_t to = w_base + (stage * WARPS + i * IN_A_COPY) * W_BYTES;
-                    const int first = work.tile_of_block(row_block) * IN_A_COPY + i * tiles / 2;
+                    const int first = row_block * IN_A_COPY + i * tiles / 2;
                     if (work.token_blocks == 1)
                         tensor_load_once(to, w_map, 0, unit * UNIT, first, full + stage * 8, policy);
                     else tensor_load(to, w_map, 0, unit * UNIT, first, full + stage * 8);
                 }
             };
             auto load_x = [&](int stage) {
-                const int w = PAIRED ? work.rank : 0;
-                const uint32_t to = x_base + (stage * UNIT + w) * X_BYTES;
-                if (PAIRED) tensor_multicast(to, x_map, 0, token0, unit * UNIT + w, full + stage * 8);
-                else tensor_load(to, x_map, 0, token0, unit * UNIT, full + stage * 8);
+                tensor_load(x_base + stage * UNIT * X_BYTES, x_map, 0, token0, unit * UNIT, full + stage * 8);
             };
             auto advance = [&]() {
                 if (++unit == work.units) {
@@ -179,7 +172,7 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* w_ma
             bool awaited = TOKENS == 256 || !p.lora.a;  // u is there
             // After the last unit here of a tile that begins here: the columns of u that LoRA multiplies.
             auto load_u = [&]() {
-                for_lora_steps<WARPS * SHARE, SILU>(p, row_block, [&](int s, int r) {
+                for_lora_steps<WARPS, SILU>(p, row_block, [&](int s, int r) {
                     barrier_wait(empty + stage * 8, phase ^ 1);
                     if (!awaited) await_u(p), awaited = true;
                     barrier_expect(full + stage * 8, X_BYTES);
@@ -213,18 +206,14 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* w_ma
         int stage = 0, phase = 0, at = begin;
         int tile = begin / work.units, unit = begin % work.units;
         const unsigned char* const w_warp = shared + (w_base - base) + warp * W_BYTES;
-        const uint32_t empty_of_other = PAIRED ? place_in(empty, work.rank ^ 1) : 0;
-        auto release = [&](int of) {  // a stage, to whoever fills it
-            if ((threadIdx.x & 127) == 0) {
-                barrier_arrive(empty + of * 8);
-                if (PAIRED) barrier_arrive_in(empty_of_other + of * 8);
-            }
+        auto release = [&](int of) {  // a stage, to the producer
+            if ((threadIdx.x & 127) == 0) barrier_arrive(empty + of * 8);
         };
         while (at < end) {
             const bool begins = unit == 0;
             const int stop = min((int)work.units, unit + end - at);
             at += stop - unit;
-            const int row_block = work.tile_of_block(tile % work.row_blocks), pair = row_block * PAIRS + warp % PAIRS;
+            const int row_block = tile % work.row_blocks, pair = row_block * PAIRS + warp % PAIRS;
             const int row_tile =
                 SILU ? tile_of_pair(p, min(pair, tiles / 2 - 1), warp >= PAIRS) : row_block * WARPS + warp;
             wait_for_predecessors();  // from here on: bias, factors, the workspace, y
@@ -276,7 +265,7 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* w_ma
                 for (int i = 0; i < 4; i++) c[b][i] *= e.scale;
             // Who begins a tile adds LoRA to its part: u has most time to come until the end of that part.
             if (begins)
-                for_lora_steps<WARPS * SHARE, SILU>(p, tile % work.row_blocks, [&](int s, int r) {
+                for_lora_steps<WARPS, SILU>(p, row_block, [&](int s, int r) {
                     const Factor factor(p, s, min(row_tile, tiles - 1));
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
@@ -329,20 +318,16 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* w_ma
             if (unit == work.units) unit = 0, tile++;
         }
     }
-    if (PAIRED) meet_cluster();  // a block that has ended has no shared memory
 }
 
-// What is compiled: KERNEL(rows of x in a tile, warpgroups, windows a stage, stages), and the same in pairs of blocks.
-#define MANY_ROWS_KERNELS(KERNEL, PAIRED_KERNEL) \
-    KERNEL(16, 2, 4, 6)                          \
-    KERNEL(16, 3, 4, 5)                          \
-    KERNEL(32, 2, 4, 5)                          \
-    KERNEL(32, 3, 4, 4)                          \
-    KERNEL(64, 2, 4, 4)                          \
-    KERNEL(64, 3, 4, 3)                          \
-    KERNEL(128, 2, 2, 5)                         \
-    KERNEL(128, 3, 2, 4)                         \
-    KERNEL(256, 2, 2, 3)                         \
-    PAIRED_KERNEL(128, 2, 2, 5)                  \
-    PAIRED_KERNEL(128, 3, 2, 4)                  \
-    PAIRED_KERNEL(256, 2, 2, 3)
+// What is compiled: KERNEL(rows of x in a tile, warpgroups, windows a stage, stages).
+#define MANY_ROWS_KERNELS(KERNEL) \
+    KERNEL(16, 2, 4, 6)           \
+    KERNEL(16, 3, 4, 5)           \
+    KERNEL(32, 2, 4, 5)           \
+    KERNEL(32, 3, 4, 4)           \
+    KERNEL(64, 2, 4, 4)           \
+    KERNEL(64, 3, 4, 3)           \
+    KERNEL(128, 2, 2, 5)          \
+    KERNEL(128, 3, 2, 4)          \
+    KERNEL(256, 2, 2, 3)

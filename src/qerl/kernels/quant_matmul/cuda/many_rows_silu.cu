@@ -8,14 +8,7 @@
         const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap u_map) {                        \
         many_rows<T, G, U, S, false, true>(p, &w_map, &x_map, &u_map);                                             \
     }
-#define PAIRED_KERNEL(T, G, U, S)                                                                    \
-    extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Beside<T, G>::THREADS, 1) \
-        many_rows_##T##_##G##_##U##_##S##_pair_silu(                                                 \
-            const __grid_constant__ Params p, const __grid_constant__ TensorMap w_map,               \
-            const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap u_map) {      \
-        many_rows<T, G, U, S, false, true, true>(p, &w_map, &x_map, &u_map);                         \
-    }
 #ifndef KERNELS  // the host may ask for one
-#define KERNELS MANY_ROWS_KERNELS(KERNEL, PAIRED_KERNEL)
+#define KERNELS MANY_ROWS_KERNELS(KERNEL)
 #endif
 KERNELS

@@ -72,7 +72,7 @@ __device__ __forceinline__ bool sum_parts_of_pair(const Params& p, const Work& w
     sync_pair(pair);
     bool is_last = false;
     if (warp == pair && lane == 0) {
-        int* counter = p.arrivals + work.tile_of_block(tile) * WARPS + pair;
+        int* counter = p.arrivals + tile * WARPS + pair;
         __threadfence();  // for the parts of all 64 threads
         is_last = atomicAdd(counter, 1) == work.contributors(tile) - 1;
         if (is_last) *counter = 0;

@@ -8,18 +8,13 @@ struct Work {
     unsigned row_blocks, token_blocks, units, total;  // units: of one tile
     bool whole;                                       // no tile is shared between blocks
     unsigned cluster = 1;                             // blocks that share each tile, one after the other; 1: see whole
-    unsigned workers = gridDim.x;                     // blocks; or pairs of them, that do the same side by side
-    unsigned share = 1, rank = 0;                     // blocks of a worker, and which of them this is
     __device__ __forceinline__ int begin(unsigned index) const {
         if (cluster > 1) return index / cluster * units + units * (index % cluster) / cluster;
-        if (whole) return row_blocks * token_blocks * index / workers * units;
-        return total * index / workers;
+        if (whole) return row_blocks * token_blocks * index / gridDim.x * units;
+        return total * index / gridDim.x;
     }
-    // The block of a worker that does what this one does; this block's tile among those of all blocks.
-    __device__ __forceinline__ int block(unsigned worker) const { return worker * share + rank; }
-    __device__ __forceinline__ int tile_of_block(unsigned tile) const { return tile * share + rank; }
-    // The worker that computes unit u.
-    __device__ __forceinline__ int owner(unsigned u) const { return ((u + 1) * workers - 1) / total; }
+    // The block that computes unit u.
+    __device__ __forceinline__ int owner(unsigned u) const { return ((u + 1) * gridDim.x - 1) / total; }
     __device__ __forceinline__ int contributors(int tile) const {
         return whole ? 1 : owner((tile + 1) * units - 1) - owner(tile * units) + 1;
     }
@@ -50,9 +45,9 @@ __device__ __forceinline__ void add_parts(const Params& p, const Work& work, int
 #pragma unroll
     for (int b = 0; b < TOKENS / 8; b++) c[b][0] = c[b][1] = c[b][2] = c[b][3] = 0.0f;
     // The first of them begins the tile; the others begin inside it, in slot 0.
-    const float* part = part_of<TOKENS, WARPS>(p, work.block(first), true, warp, lane);
-    const float* next = part_of<TOKENS, WARPS>(p, work.block(first + 1), false, warp, lane);
-    const long long stride = 2LL * WARPS * TOKENS * 16 * work.share;
+    const float* part = part_of<TOKENS, WARPS>(p, first, true, warp, lane);
+    const float* next = part_of<TOKENS, WARPS>(p, first + 1, false, warp, lane);
+    constexpr long long BLOCK_STRIDE = 2LL * WARPS * TOKENS * 16;
 #pragma unroll(TOKENS <= 32 ? 4 : TOKENS <= 64 ? 2 : 1)
     for (int i = 0; i < contributors; i++) {
 #pragma unroll
@@ -60,7 +55,7 @@ __device__ __forceinline__ void add_parts(const Params& p, const Work& work, int
             const float4 f = __ldcg((const float4*)(part + b * 128));
             c[b][0] += f.x, c[b][1] += f.y, c[b][2] += f.z, c[b][3] += f.w;
         }
-        part = next, next += stride;
+        part = next, next += BLOCK_STRIDE;
     }
 }
 
@@ -71,7 +66,7 @@ __device__ __forceinline__ bool sum_parts(const Params& p, const Work& work, int
     leave_part<TOKENS, WARPS>(p, begins, warp, lane, c);
     __syncwarp();
     int arrived = 0;
-    int* counter = p.arrivals + work.tile_of_block(tile) * WARPS + warp;
+    int* counter = p.arrivals + tile * WARPS + warp;
     if (lane == 0) arrived = atomicAdd(counter, 1);
     if (__shfl_sync(~0u, arrived, 0) != work.contributors(tile) - 1) return false;
     __threadfence();

@@ -31,12 +31,3 @@ __device__ __forceinline__ void tensor_load_once(uint32_t dst, const TensorMap* 
         "l"(map), "r"(inner), "r"(middle), "r"(outer), "r"(bar), "l"(policy)
         : "memory");
 }
-// Into the same place of both blocks of a cluster of two, signalled to the barrier at the same place of each.
-__device__ __forceinline__ void tensor_multicast(uint32_t dst, const TensorMap* map, int inner, int middle, int outer,
-                                                 uint32_t bar) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-        "[%1, {%2, %3, %4}], [%5], %6;" ::"r"(dst),
-        "l"(map), "r"(inner), "r"(middle), "r"(outer), "r"(bar), "h"((uint16_t)3)
-        : "memory");
-}
