@@ -68,7 +68,7 @@ _U_US, _U_PART_US, _U_TRIP_US, _U_BUSY = 0.5, 0.04, 0.5, 0.3
 _U_SHARED_US, _U_WHOLE_US, _U_LEAST_US, _U_OF_FOUR_US, _U_TALL_US = -2.0, -1.7, 0.8, 1.5, 3.8
 # What LoRA adds to tall tiles besides, as a share of their time; a kernel of its own that makes u, and the trips above
 # which it is one.
-_LORA_TALL, _U_KERNEL_US, _MOST_TRIPS = 1.07, 5.0, 8
+_LORA_TALL, _U_KERNEL_US, _MOST_TRIPS = 1.07, 6.5, 8
 # Blocks that share tiles stand at different columns of x. Where x outgrows the L2 cache, each of them fetches its own.
 _X_CACHE_BYTES = 30 << 20
 _X_MISS = 1.2
