@@ -209,6 +209,7 @@ def test_long_tailed_lengths(tiny_config: Path, tmp_path: Path) -> None:
     assert row["mean_new"] == pytest.approx(12, abs=0.5)
     ratio = row["tokens_per_s"] / row["static_tokens_per_s"]
     assert row["continuous_over_static"] == pytest.approx(ratio, rel=0.01)
+    assert row["max_new"] <= row["steps"] < row["static_steps"]
     assert row["static_runs"] == 1, "of the two static batches of four, the longer one"
 
 

@@ -54,7 +54,8 @@ def test_long_tailed_rollouts(config: Path, tmp_path: Path) -> None:
     result = runner.invoke(app, ["bench", "rollout", *arguments])
     assert result.exit_code == 0, result.output
     (row,) = json.loads(out.read_text())["long_tailed"]
-    assert row["continuous_over_static"] > 0.5
+    # Not their times, which on so small a model are the host's: other processes can take three quarters of them.
+    assert 0 < row["steps"] < row["static_steps"]
 
 
 @pytest.mark.parametrize(("format", "rank"), [("nvfp4", 0), ("nvfp4", 32), ("nf4", 0)])

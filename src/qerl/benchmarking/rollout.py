@@ -153,7 +153,7 @@ def measure_long_tailed(subject: Subject, slots: int, prompt: int, lengths: Sequ
     drawn = run_continuous(engine, prompts, lengths, subject.seed)
     synchronize(subject.device)
     continuous_s = perf_counter() - started
-    captures = engine.stats.graph_captures
+    captures, steps = engine.stats.graph_captures, engine.stats.steps
     if drawn != sum(lengths):
         raise CheckFailedError(f"continuous batching returned {drawn} tokens, {sum(lengths)} were asked")
     static_s, runs = _static_seconds(engine, prompts, lengths, slots, subject.seed)
@@ -172,6 +172,8 @@ def measure_long_tailed(subject: Subject, slots: int, prompt: int, lengths: Sequ
         "continuous_s": round(continuous_s, 3),
         "static_s": round(static_s, 3),
         "static_runs": runs,
+        "steps": steps,
+        "static_steps": sum(max(lengths[first : first + slots]) for first in range(0, len(lengths), slots)),
         "graph_captures": captures,
         "peak_gb": round(peak_bytes(subject.device) / 1e9, 3),
     }
