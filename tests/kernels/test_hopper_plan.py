@@ -33,6 +33,7 @@ from qerl.kernels.quant_matmul.hopper_plan import (
     silu_plan,
     workspace_bytes,
 )
+from qerl.kernels.quant_matmul.tensor_map import TensorMapError
 
 SOURCES = Path(hopper.__file__).parent / "cuda"
 SHAPES = [
@@ -201,6 +202,23 @@ def test_a_missing_library_means_the_other_kernels(
     monkeypatch.delenv(hopper.DISABLE_VARIABLE, raising=False)
     assert not hopper._is_supported.__wrapped__(0)
     assert "libnvrtc.so was not found" in caplog.text
+
+
+def test_a_driver_that_refuses_a_tensor_map_means_the_other_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*shape: int) -> object:
+        raise TensorMapError("no tensor map for BFLOAT16")
+
+    monkeypatch.setattr(hopper, "load_module", lambda source, index, macro: None)
+    monkeypatch.setattr(hopper, "_workspace", lambda device: (torch.empty(1),))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.delenv(hopper.DISABLE_VARIABLE, raising=False)
+    monkeypatch.setattr(hopper, "bf16_windows_map", lambda *shape: None)
+    assert hopper._is_supported.__wrapped__(0) and not caplog.text
+    monkeypatch.setattr(hopper, "bf16_windows_map", refused)
+    assert not hopper._is_supported.__wrapped__(0)
+    assert "no tensor map for BFLOAT16" in caplog.text
 
 
 def test_every_shape_of_tile_is_compiled() -> None:
