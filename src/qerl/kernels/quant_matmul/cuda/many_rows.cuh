@@ -1,11 +1,11 @@
 // y = x W^T for 9 rows of x and more: wgmma with the weights, decoded in registers, as the left operand.
 //
 // A block computes tiles of (64 x GROUPS) output channels by TOKENS rows of x. A producer warp streams both through a
-// ring of stages, one tensor copy of each a stage (a copy costs its thread some 130 clocks by the fits: with one for
-// every row tile and every window of x that thread set the pace of low tiles). Window i + 1 is decoded while the
-// products of window i run. Where whole tiles would leave multiprocessors idle, every block takes an equal run of units
-// across tiles (stream-K); the last block to arrive at a tile sums its parts in block order: same input, same bits. Or
-// the blocks of a cluster share each tile (cluster_tile.cuh).
+// ring of stages, one tensor copy of each a stage (of weights two with SiLU). A copy costs its thread some 130 clocks
+// by the fits: with one for every row tile and window of x, that thread set the pace of low tiles. Window i + 1 is
+// decoded while the products of window i run. Where whole tiles would leave multiprocessors idle, every block takes an
+// equal run of units across tiles (stream-K); the last block to arrive at a tile sums its parts in block order: same
+// input, same bits. Or the blocks of a cluster share each tile (cluster_tile.cuh).
 //
 // LoRA is one more step of a tile: columns of u take the place of x in the ring, rows of b that of the weights. The
 // warps beside the producer make u where it does not come from an earlier kernel.
