@@ -1,7 +1,6 @@
 """The products of Hopper as their host code launches them, on emulated multiprocessors."""
 
 import ctypes
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from emulation import EMULATED, build
+from kernel_cases import make_u_inside
 
-from qerl.kernels.quant_matmul import GroupWeight, LoraUpdate, hopper, hopper_plan, tensor_map
+from qerl.kernels.quant_matmul import GroupWeight, LoraUpdate, hopper, tensor_map
 from qerl.kernels.quant_matmul.hopper_plan import LORA_BYTES, FewRowsPlan, ManyRowsPlan, workspace_bytes
 
 SOURCES = Path(hopper.__file__).parent / "cuda"
@@ -64,7 +64,7 @@ class Emulator:
         monkeypatch.setattr(tensor_map, "_encode", _encode)
         monkeypatch.setattr(hopper, "kernel_launch", self._launch)
         # u is made inside the product wherever it can be, however long that takes; elsewhere by a kernel before.
-        monkeypatch.setattr(hopper_plan, "_MOST_TRIPS", math.inf)
+        make_u_inside(monkeypatch)
         self.kernels_before = 0
         monkeypatch.setattr(hopper, "shrink_into", self._shrink)
 

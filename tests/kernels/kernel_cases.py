@@ -1,9 +1,12 @@
 """What the kernel tests share: packed weights, their fp64 meaning, and the error measure."""
 
+import math
+
+import pytest
 import torch
 
 from qerl.formats.base import PackedTensor, get_format
-from qerl.kernels.quant_matmul import GroupWeight
+from qerl.kernels.quant_matmul import GroupWeight, hopper_plan
 
 
 def make_group(
@@ -67,3 +70,10 @@ def rounded_once(expected: torch.Tensor, dtype: torch.dtype) -> float:
     """
     wanted = expected.detach()
     return 1.02 * rms_ratio(wanted.to(dtype), wanted) + 1e-6
+
+
+def make_u_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LoRA's u is made inside every product that can, however long that takes: a kernel before would hide mistakes."""
+    monkeypatch.setattr(hopper_plan, "_MOST_TRIPS", math.inf)
+    # Uncached: what was asked before must not be answered, nor this be remembered.
+    monkeypatch.setattr(hopper_plan.ManyRowsPlan, "lora_cut", hopper_plan.ManyRowsPlan.lora_cut.__wrapped__)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_cases import exact_weight, make_group, rms_ratio, rounded_once
+from kernel_cases import exact_weight, make_group, make_u_inside, rms_ratio, rounded_once
 from test_tiles import in_tiles
 
 from qerl.kernels.lora import lora_shrink
@@ -35,7 +35,7 @@ from qerl.nn.random_weights import random_packed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 # Ragged everywhere: windows that fill no unit, tiles that fill no block, fewer units than multiprocessors.
-# At the longest k, a part of u goes round the ring more than twice.
+# At the longest k, making a part of u takes many trips to the L2 cache.
 GROUPS = [((16,), 64, True), ((304, 16, 48), 1088, False), ((576, 192, 192), 576, True), ((528,), 40960, True)]
 GROUP_IDS = ["one-tile", "own-scales", "smollm2-qkv", "long-k"]
 # Tensor cores round every addition of a long sum toward zero; a rounding to bf16 would be 1.7e-3.
@@ -135,8 +135,9 @@ def _id(plan: FewRowsPlan | ManyRowsPlan) -> str:
 
 @pytest.mark.parametrize("plan", _plans(), ids=_id)
 @pytest.mark.usefixtures("poisoned_memory")
-def test_every_kernel(weight: tuple[GroupWeight, torch.Tensor], plan) -> None:  # type: ignore[no-untyped-def]
+def test_every_kernel(weight: tuple[GroupWeight, torch.Tensor], plan, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     packed, exact = weight
+    make_u_inside(monkeypatch)
     few = isinstance(plan, FewRowsPlan)
     n, k = exact.shape
     rows = (1, 5, 8) if few else (1, plan.tokens - 1, plan.tokens + 3)
@@ -161,6 +162,7 @@ def test_every_kernel(weight: tuple[GroupWeight, torch.Tensor], plan) -> None:  
         assert rms_ratio(wide[:m], expected) < FP32_BOUND and torch.equal(wide[:m].bfloat16(), y)
         assert wide[m].isnan().all()  # nothing is written past the last row
         lora = _update(packed, 32)
+        assert few or (plan.lora_cut(m, len(lora.a), n, k, sms)[1] is None) == (plan.tokens == 256)
         u = torch.full((m + 1, lora.a.shape[0]), float("nan"), dtype=torch.bfloat16, device="cuda")
         run(plan, x, packed, None, lora, y, u[:m])
         _check_u(x, lora, u[:m])
@@ -180,7 +182,9 @@ def test_as_many_clusters_as_are_said_to_run_at_once(cluster: int) -> None:
     lora = _update(packed, 32)
     x = torch.randn(16, 1024, device="cuda").bfloat16()
     y, u = (torch.empty(16, width, device="cuda", dtype=torch.bfloat16) for width in (n, lora.a.shape[0]))
-    hopper.run_many_rows(ManyRowsPlan(16, 2, whole=True, cluster=cluster), x, packed, None, lora, y, u)
+    plan = ManyRowsPlan(16, 2, whole=True, cluster=cluster)
+    assert plan.lora_cut(16, 32, n, 1024, sms)[1] is not None
+    hopper.run_many_rows(plan, x, packed, None, lora, y, u)
     _check_u(x, lora, u)
     expected = x.double() @ exact_weight(rows).t() + _added(packed, lora, u)
     assert rms_ratio(y, expected) <= 1.03 * rounded_once(expected, torch.bfloat16)

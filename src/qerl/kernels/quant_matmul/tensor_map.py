@@ -42,7 +42,7 @@ def byte_map(
     return _encode("UINT8", address, sizes, strides, box, swizzle)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=8192)
 def _encode(
     element: str,
     address: int,
