@@ -161,8 +161,10 @@ def test_sums_keep_ranks_apart_and_the_last_of_a_linear() -> None:
             "roofline_us": 1.0,
         }
 
-    rows = [row("o", 0, 9.0), row("o", 0, 5.0), row("qkv", 0, 3.0), row("o", 32, 7.0), row("fused", 0, 99.0)]
+    rows = [row("o", 0, 9.0), row("o", 0, 5.0), row("qkv", 0, 3.0), row("o", 32, 7.0) | {"plain_us": 5.6}]
+    rows.append(row("fused", 0, 99.0))
     plain, lora, other = sums([*rows, row("o", 0, 4.0) | {"format": "nf4"}])
     assert "sum of 2 M=8" in plain and " 8.0 us" in plain and "16.0 us (2.00x)" in plain
-    assert "sum of 1 rank 32 M=8" in lora and " 7.0 us" in lora
+    assert "sum of 1 rank 32 M=8" in lora and " 7.0 us" in lora and lora.endswith("LoRA adds 25.0 %")
+    assert "LoRA" not in plain
     assert "sum of 1 M=8" in other and " 4.0 us" in other

@@ -16,7 +16,18 @@ from qerl.kernels.quant_matmul.hopper_plan import LORA_BYTES, FewRowsPlan, ManyR
 SOURCES = Path(hopper.__file__).parent / "cuda"
 HEADERS = tuple(
     f"{name}.cuh"
-    for name in ("tiles", "wgmma", "shrink", "stream_k", "cluster_tile", "silu", "tensor_copy", "few_rows", "many_rows")
+    for name in (
+        "tiles",
+        "wgmma",
+        "shrink",
+        "stream_k",
+        "cluster_tile",
+        "silu",
+        "tensor_copy",
+        "u_part",
+        "few_rows",
+        "many_rows",
+    )
 )
 _COUNTERS = hopper.COUNTERS + hopper.LORA_COUNTERS
 
@@ -56,7 +67,7 @@ class Emulator:
     """Stands in for the GPU below ``hopper.run``: `multiprocessors` of them."""
 
     def __init__(self, library: ctypes.CDLL, multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.library, self.seed = library, 0
+        self.library, self.multiprocessors, self.seed = library, multiprocessors, 0
         sums = torch.empty(workspace_bytes(multiprocessors), dtype=torch.uint8)
         self.workspace = sums, torch.zeros(_COUNTERS, dtype=torch.int32), torch.empty(LORA_BYTES, dtype=torch.uint8)
         monkeypatch.setattr(hopper, "_workspace", lambda device: self.workspace)

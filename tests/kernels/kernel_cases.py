@@ -7,6 +7,7 @@ import torch
 
 from qerl.formats.base import PackedTensor, get_format
 from qerl.kernels.quant_matmul import GroupWeight, hopper_plan
+from qerl.kernels.quant_matmul.hopper_plan import FewRowsPlan, ManyRowsPlan
 
 
 def make_group(
@@ -74,6 +75,13 @@ def rounded_once(expected: torch.Tensor, dtype: torch.dtype) -> float:
 
 def make_u_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     """LoRA's u is made inside every product that can, however long that takes: a kernel before would hide mistakes."""
-    monkeypatch.setattr(hopper_plan, "_MOST_TRIPS", math.inf)
+    monkeypatch.setattr(hopper_plan, "_U_KERNEL_US", math.inf)
     # Uncached: what was asked before must not be answered, nor this be remembered.
     monkeypatch.setattr(hopper_plan.ManyRowsPlan, "lora_cut", hopper_plan.ManyRowsPlan.lora_cut.__wrapped__)
+
+
+def can_make_u(plan: FewRowsPlan | ManyRowsPlan, m: int, ranks: int, n: int, k: int, multiprocessors: int) -> bool:
+    """Whether a product can make u, of so few ranks that its workspace holds it: a block makes one part at most."""
+    if isinstance(plan, FewRowsPlan):
+        return True
+    return math.ceil(m / plan.tokens) * math.ceil(ranks / (64 * plan.groups)) <= plan.grid(m, n, k, multiprocessors)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_cases import exact_weight, make_group, make_u_inside, rms_ratio, rounded_once
+from kernel_cases import can_make_u, exact_weight, make_group, make_u_inside, rms_ratio, rounded_once
 from test_tiles import in_tiles
 
 from qerl.kernels.lora import lora_shrink
@@ -162,7 +162,8 @@ def test_every_kernel(weight: tuple[GroupWeight, torch.Tensor], plan, monkeypatc
         assert rms_ratio(wide[:m], expected) < FP32_BOUND and torch.equal(wide[:m].bfloat16(), y)
         assert wide[m].isnan().all()  # nothing is written past the last row
         lora = _update(packed, 32)
-        assert few or (plan.lora_cut(m, len(lora.a), n, k, sms)[1] is None) == (plan.tokens == 256)
+        shape = m, len(lora.a), n, k, sms
+        assert few or (plan.lora_cut(*shape).slices is not None) == can_make_u(plan, *shape)
         u = torch.full((m + 1, lora.a.shape[0]), float("nan"), dtype=torch.bfloat16, device="cuda")
         run(plan, x, packed, None, lora, y, u[:m])
         _check_u(x, lora, u[:m])
@@ -183,7 +184,7 @@ def test_as_many_clusters_as_are_said_to_run_at_once(cluster: int) -> None:
     x = torch.randn(16, 1024, device="cuda").bfloat16()
     y, u = (torch.empty(16, width, device="cuda", dtype=torch.bfloat16) for width in (n, lora.a.shape[0]))
     plan = ManyRowsPlan(16, 2, whole=True, cluster=cluster)
-    assert plan.lora_cut(16, 32, n, 1024, sms)[1] is not None
+    assert plan.lora_cut(16, 32, n, 1024, sms).slices is not None
     hopper.run_many_rows(plan, x, packed, None, lora, y, u)
     _check_u(x, lora, u)
     expected = x.double() @ exact_weight(rows).t() + _added(packed, lora, u)

@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 from emulated_products import Emulator, Result, build_products
-from kernel_cases import exact_weight, make_group, rms_ratio, rounded_once
+from kernel_cases import can_make_u, exact_weight, make_group, rms_ratio, rounded_once
 from test_tiles import in_tiles
 
-from qerl.kernels.quant_matmul import LoraUpdate, hopper
+from qerl.kernels.quant_matmul import LoraUpdate
 from qerl.kernels.quant_matmul.hopper_plan import FewRowsPlan, ManyRowsPlan
 
 # (rows of a tile, warpgroups, whole tiles), multiprocessors, segments, windows of k, rows, ranks.
@@ -32,7 +32,9 @@ _MANY = [
     ((128, 2, True), 3, (144,), 35, 127, (32,)),
     ((128, 3, False), 3, (80, 48, 32), 31, 131, (8, 32, 72)),
     ((128, 3, True), 4, (208, 16), 33, 100, (72, 0)),
-    ((256, 2, False), 3, (48, 16, 80), 9, 259, (144, 0, 72)),  # u comes from an earlier kernel
+    ((256, 2, False), 3, (48, 16, 80), 9, 259, (144, 0, 72)),  # more parts of u than blocks: from an earlier kernel
+    ((256, 2, False), 4, (48, 16, 80), 9, 259, (144, 0, 72)),
+    ((256, 2, True), 2, (144,), 15, 300, (8,)),  # more steps than stages
     ((256, 2, True), 3, (144,), 7, 255, (32,)),
     ((16, 2, False), 12, (48, 16, 240), 20, 9, (32, 0, 8)),  # parts of two steps
     ((16, 2, False), 3, (304, 16), 3, 40, (8, 8)),  # tiles of one unit: early copies could cross them
@@ -99,6 +101,14 @@ class Product:
         bound = 1e-6 if result.y.dtype == torch.float32 else 1.03 * rounded_once(expected, torch.bfloat16)
         assert rms_ratio(result.y[:m], expected) <= bound
 
+    def needs_a_kernel_before(self, emulator: Emulator, plan: FewRowsPlan | ManyRowsPlan) -> bool:
+        """Whether u comes from there."""
+        if self.lora is None:
+            return False
+        weight, ranks = self.weight, self.lora.a.shape[0]
+        shape = self.x.shape[0], ranks, weight.out_features, weight.in_features
+        return not can_make_u(plan, *shape, emulator.multiprocessors)
+
     def expected(self, result: Result) -> torch.Tensor:
         """y in fp64 for the u of `result`, which is checked."""
         m, expected = self.x.shape[0], self.product
@@ -121,8 +131,7 @@ def _check_turns(
     inputs = plan, product.x, product.weight, product.bias, product.lora
     first = emulator.run(*inputs, seed=0, dtype=dtype)
     product.check(first)
-    before = product.lora is not None and isinstance(plan, ManyRowsPlan) and plan.tokens == 256
-    assert emulator.kernels_before == before
+    assert emulator.kernels_before == product.needs_a_kernel_before(emulator, plan)
     for seed in range(1, turns):
         again = emulator.run(*inputs, seed=seed, dtype=dtype)
         assert torch.equal(again.y[:-1], first.y[:-1])
@@ -171,18 +180,15 @@ def test_wide(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, plan, case)
 
 @pytest.mark.parametrize("ranks", [None, (8, 0, 32)], ids=["plain", "lora"])
 def test_blocks_of_rows(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...] | None) -> None:
-    """More rows than a launch takes: u is made once, for all of them."""
+    """More rows than a launch takes."""
     pytest.importorskip("triton")
     from qerl.kernels.quant_matmul import paths
 
     Emulator(library, 5, monkeypatch)
     monkeypatch.setattr(paths, "MANY_ROWS", 40)
-    shrunk, shrink_into = [], hopper.shrink_into
-    monkeypatch.setattr(hopper, "shrink_into", lambda x, a, u: (shrunk.append(len(x)), shrink_into(x, a, u)))
     product = Product((48, 16, 240), 5, 100, ranks, plain=False)
     inputs = product.x, product.weight, product.bias
     y, u = paths.lora_matmul(*inputs, product.lora) if ranks else (paths.matmul(*inputs), None)
     product.check(
         Result(*(None if t is None else torch.nn.functional.pad(t, (0, 0, 0, 1), value=math.nan) for t in (y, u)))
     )
-    assert shrunk == ([100] if ranks else [])

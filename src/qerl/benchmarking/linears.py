@@ -7,6 +7,7 @@ The weights of a pass are together larger than the cache.
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -44,12 +45,14 @@ class LinearBench:
         format: of the packed weights.
         rows: numbers of rows M.
         lora_rank: 0 without LoRA.
+        rest_ms: rest before each measured turn; see `medians_us`.
         dx_from: smallest M whose backward product is timed too.
     """
 
     format: str
     rows: tuple[int, ...]
     lora_rank: int = 0
+    rest_ms: float = 0.0
     dx_from: int = DX_FROM_ROWS
 
 
@@ -118,6 +121,8 @@ def _linear_row(
         "us": Timed(lambda i: packed[i](x), len(packed)),
         "bf16_us": Timed(lambda i: F.linear(x, dense[i]), len(dense)),
     }
+    if bench.lora_rank:
+        works["plain_us"] = Timed(lambda i: groups[i].matmul(x), len(packed))
     if x.is_cuda and importlib.util.find_spec("bitsandbytes") is not None:
         works["bitsandbytes_nf4_us"] = _bitsandbytes_work(dense, x)
     if layer == "gate_up":
@@ -128,7 +133,7 @@ def _linear_row(
         weights = [g.group_weight() for g in groups]
         works["dx_us"] = Timed(lambda i: quant_matmul_dx(dy, weights[i]), len(weights))
         works["dx_bf16_us"] = Timed(lambda i: dy @ dense[i], len(dense))
-    times = dict(zip(works, medians_us(list(works.values()), device), strict=True))
+    times = dict(zip(works, medians_us(list(works.values()), device, bench.rest_ms / 1e3), strict=True))
     floor = _floor_us(ceilings, [group], bench.lora_rank, m)
     row = _row(geometry, layer, bench, m, times.pop("us"), times.pop("bf16_us"), floor)
     row["path"] = path_of(group, m, device, bench.lora_rank)
@@ -157,6 +162,15 @@ def _silu_works(groups: list[WeightGroup], packed: list[Forward], x: torch.Tenso
     }
 
 
+Layers = list[list[tuple[WeightGroup, Forward]]]
+
+
+def _run_layer(layers: Layers, inputs: list[torch.Tensor], plain: bool, index: int) -> None:
+    """The linears of a layer one after another; `plain`: without LoRA."""
+    for (group, forward), x in zip(layers[index], inputs, strict=True):
+        (group.matmul if plain else forward)(x)
+
+
 def _measure_chain(
     geometry: Geometry, bench: LinearBench, ceilings: Ceilings, device: torch.device, on_row: Callable[[Row], None]
 ) -> None:
@@ -164,7 +178,7 @@ def _measure_chain(
     dtype = ceilings.dtype
     shapes = list(geometry.linears().values())
 
-    def layers(format: str, num_bytes: float, rank: int) -> list[list[tuple[WeightGroup, Forward]]]:
+    def layers(format: str, num_bytes: float, rank: int) -> Layers:
         made = []
         for _ in range(rotation(num_bytes, device)):
             groups = [random_group(format, segments, k, dtype, device) for segments, k in shapes]
@@ -176,15 +190,16 @@ def _measure_chain(
     dense = layers("bf16", sum(sum(segments) * k * dtype.itemsize for segments, k in shapes), 0)
     for m in bench.rows:
         inputs = [torch.randn(m, k, device=device, dtype=dtype) for _, k in shapes]
-
-        def run(layer: list[tuple[WeightGroup, Forward]], inputs: list[torch.Tensor] = inputs) -> None:
-            for (_, forward), x in zip(layer, inputs, strict=True):
-                forward(x)
-
-        works = [Timed(lambda i, run=run, made=made: run(made[i]), len(made)) for made in (packed, dense)]
-        us, bf16 = medians_us(works, device)
+        works = {
+            "us": Timed(partial(_run_layer, packed, inputs, False), len(packed)),
+            "bf16_us": Timed(partial(_run_layer, dense, inputs, False), len(dense)),
+        }
+        if bench.lora_rank:
+            works["plain_us"] = Timed(partial(_run_layer, packed, inputs, True), len(packed))
+        times = dict(zip(works, medians_us(list(works.values()), device, bench.rest_ms / 1e3), strict=True))
         floor = sum(_floor_us(ceilings, [group], bench.lora_rank, m) for group, _ in packed[0])
-        row = _row(geometry, ALL_FOUR, bench, m, us, bf16, floor)
+        row = _row(geometry, ALL_FOUR, bench, m, times.pop("us"), times.pop("bf16_us"), floor)
+        row |= {name: round(us, 2) for name, us in times.items()}
         on_row(row | {"path": path_of(packed[0][0][0], m, device, bench.lora_rank)})
 
 
@@ -200,6 +215,7 @@ def _row(geometry: Geometry, layer: str, bench: LinearBench, m: int, us: float, 
         "roofline_us": round(floor_us, 2),
         "roofline_share": round(floor_us / us, 4),
         "bf16_over_ours": round(bf16_us / us, 3),
+        **({"rest_ms": bench.rest_ms} if bench.rest_ms else {}),
     }
 
 

@@ -30,6 +30,7 @@ class KernelPlan:
     format: str
     rows: tuple[int, ...]
     lora_rank: int
+    rest_ms: float
     parts: tuple[str, ...]
     quantizer_layers: int
     device: str
@@ -68,7 +69,7 @@ def run_kernels(plan: KernelPlan, say: Print) -> ResultFile:
 
 def _measure(plan: KernelPlan, geometry: Geometry, ceilings: Ceilings, device: torch.device, add: Add) -> None:
     if "linears" in plan.parts:
-        bench = LinearBench(plan.format, plan.rows, plan.lora_rank)
+        bench = LinearBench(plan.format, plan.rows, plan.lora_rank, plan.rest_ms)
         measure_linears(geometry, bench, ceilings, device, lambda row: add("rows", row))
     if "attention" in plan.parts:
         batches = ATTENTION_BATCHES if device.type == "cuda" else (1, 2)
@@ -91,6 +92,8 @@ def describe(part: str, row: Row) -> str:
     share = f"{100 * row['roofline_share']:5.1f} % of the roofline" if "roofline_share" in row else ""
     if part == "rows":
         extra = f"  dX {row['dx_us']:.1f} us (bf16 {row['dx_bf16_us']:.1f})" if "dx_us" in row else ""
+        if "plain_us" in row:
+            extra += f"  without LoRA {row['plain_us']:.1f} us"
         if "silu_us" in row:
             extra += f"  with SiLU-mul {row['silu_us']:.1f} us (apart {row['silu_apart_us']:.1f})"
         if "bitsandbytes_nf4_us" in row:
@@ -125,8 +128,9 @@ def sums(rows: list[Row]) -> list[str]:
         part = {row["layer"]: row for row in single if tuple(row[name] for name in keys) == key}.values()
         us, bf16, floor = (sum(row[key] for row in part) for key in ("us", "bf16_us", "roofline_us"))
         lora = f" rank {rank}" if rank else ""
+        plain = f", LoRA adds {100 * (us / sum(r['plain_us'] for r in part) - 1):.1f} %" if rank else ""
         lines.append(
             f"{model:8} sum of {len(part)}{lora} M={m:<5} {us:9.1f} us, {100 * floor / us:5.1f} % of the roofline, "
-            f"bf16 {bf16:9.1f} us ({bf16 / us:.2f}x)"
+            f"bf16 {bf16:9.1f} us ({bf16 / us:.2f}x){plain}"
         )
     return lines

@@ -47,7 +47,7 @@ def median_us(call: Callable[[int], object], copies: int, device: torch.device) 
     return medians_us([Timed(call, copies)], device)[0]
 
 
-def medians_us(works: Sequence[Timed], device: torch.device) -> list[float]:
+def medians_us(works: Sequence[Timed], device: torch.device, rest_s: float = 0.0) -> list[float]:
     """Median time in microseconds of one call of each of ``works``, measured in turns.
 
     What heats a GPU slows what comes after it (10 % in products of many rows), so works that are compared take turns.
@@ -55,6 +55,9 @@ def medians_us(works: Sequence[Timed], device: torch.device) -> list[float]:
     ``_PASS_US``, so launches cost what they cost in a captured decode step, and the gap between two graphs is shared by
     many. Every call runs once before capture: kernels are compiled then, and what a weight prepares at its first use
     may wait for the host, which a capture must not. On the CPU a turn is a plain loop.
+
+    A GPU that works all the time is at its power limit, and slower for it; one that rests for ``rest_s`` seconds before
+    each turn is not.
     """
     if device.type != "cuda":
         return [_median_cpu_us(work.call, work.copies) for work in works]
@@ -62,6 +65,7 @@ def medians_us(works: Sequence[Timed], device: torch.device) -> list[float]:
     times: list[list[float]] = [[] for _ in works]
     while not all(_measured(taken) for taken in times):  # all go on until the last is done: each has had its neighbours
         for one, taken in zip(passes, times, strict=True):
+            time.sleep(rest_s)
             taken.append(_replay_us(one.graph, one.ahead))
     return [statistics.median(taken) / one.calls for one, taken in zip(passes, times, strict=True)]
 

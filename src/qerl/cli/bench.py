@@ -170,6 +170,9 @@ def kernels(
     format: Annotated[str, typer.Option(help="nvfp4 or nf4.")] = "nvfp4",
     rows: Annotated[str, typer.Option(help="Numbers of rows M, with commas.")] = DEFAULT_ROWS,
     lora_rank: Annotated[int, typer.Option(min=0, help="Rank of LoRA in the linears.")] = 0,
+    rest_ms: Annotated[
+        float, typer.Option(min=0, help="Rest before each measured replay of linears: a GPU below its power limit.")
+    ] = 0.0,
     parts: Annotated[str, typer.Option(help=f"What to measure: {', '.join(PARTS)}; with commas.")] = ",".join(PARTS),
     quantizer_layers: Annotated[int, typer.Option(min=1, help="Layers that the quantizer packs.")] = 4,
     out: Out = None,
@@ -197,8 +200,8 @@ def kernels(
 
     run_kernels(
         KernelPlan(
-            geometries=tuple(geometries), format=format, rows=tuple(counts), lora_rank=lora_rank, parts=tuple(chosen),
-            quantizer_layers=quantizer_layers, device=device, out=out, append=append,
+            geometries=tuple(geometries), format=format, rows=tuple(counts), lora_rank=lora_rank, rest_ms=rest_ms,
+            parts=tuple(chosen), quantizer_layers=quantizer_layers, device=device, out=out, append=append,
             dependent_launch=dependent_launch, commit=commit,
             cpu_parameter_limit=CPU_PARAMETER_LIMIT,
         ),

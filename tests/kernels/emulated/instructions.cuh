@@ -3,8 +3,8 @@
 //
 // Copies land after a random time; from their start on, what was in their place is gone (NaN). A product (wgmma) reads
 // shared memory and writes its sums as the wait for it ends, which ends when all four warps have come to it. What
-// st.global.cg stores is seen after the thread's next fence. The kernel before this one ends at a random time: until
-// then, x is NaN.
+// st.global.cg stores is seen after the thread's next fence, or that of a thread to which a barrier has told of it. The
+// kernel before this one ends at a random time: until then, x is NaN.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -34,6 +34,7 @@ struct MemoryBarrier {
     int count, pending;
     long bytes;  // on their way
     unsigned phase;
+    std::vector<Store> stores;  // of those that arrived
 };
 struct BlockState {
     std::map<uint32_t, MemoryBarrier> barriers;
@@ -94,16 +95,21 @@ inline MemoryBarrier& barrier_at(uint32_t address) {
     if (found == barriers.end()) fail("no barrier at this address");
     return found->second;
 }
+inline void hand_over(std::vector<Store>& from, std::vector<Store>& to) {
+    to.insert(to.end(), from.begin(), from.end());
+    from.clear();
+}
 inline void settle(MemoryBarrier& barrier) {
     if (barrier.pending == 0 && barrier.bytes == 0) barrier.phase++, barrier.pending = barrier.count;
 }
 inline void mbarrier_init_shared_cta_b64(uint32_t address, int count) {
     place_of_address(address, 8);
-    if (!this_block().barriers.emplace(address, MemoryBarrier{count, count, 0, 0}).second) fail("initialized twice");
+    if (!this_block().barriers.emplace(address, MemoryBarrier{count, count, 0, 0, {}}).second) fail("initialized twice");
 }
 inline void mbarrier_arrive_shared_cta_b64(uint32_t address) {
     MemoryBarrier& barrier = barrier_at(address);
     if (--barrier.pending < 0) fail("one arrival too many in a phase of a barrier");
+    hand_over(machine.current->stores, barrier.stores);
     settle(barrier);
 }
 inline void mbarrier_arrive_expect_tx_shared_cta_b64(uint32_t address, int bytes) {
@@ -113,9 +119,10 @@ inline void mbarrier_arrive_expect_tx_shared_cta_b64(uint32_t address, int bytes
     mbarrier_arrive_shared_cta_b64(address);
 }
 inline void mbarrier_try_wait_parity_shared_cta_b64(uint32_t address, int parity) {
-    const MemoryBarrier& barrier = barrier_at(address);
+    MemoryBarrier& barrier = barrier_at(address);
     while ((int)(barrier.phase & 1) == parity)
         wait_for_change(barrier.phase, barrier.phase, parity ? "parity 1" : "parity 0");
+    hand_over(barrier.stores, machine.current->stores);
 }
 inline void mapa_shared_cluster_u32(uint32_t& mapped, uint32_t address, int rank) {
     const int first = machine.current->rank / machine.cluster_size * machine.cluster_size;

@@ -50,6 +50,7 @@ class _Lora(ctypes.Structure):
         ("partial", ctypes.c_void_p),
         ("counters", ctypes.c_void_p),
         ("slices", ctypes.c_int),
+        ("sharers", ctypes.c_int),
     ]
 
 
@@ -139,15 +140,14 @@ def run(
     lora: LoraUpdate | None,
     y: torch.Tensor,
     u: torch.Tensor | None = None,
-    u_is_made: bool = False,
 ) -> None:
     """Launch the kernel of `plan`, which is for the rows of `x`, bf16 [M, K] contiguous.
 
     `y` [M, N] bf16 or fp32 (of a plan with SiLU: [M, N / 2] bf16) and, with LoRA, `u` bf16 [M, R] are contiguous and
-    mutated, `u` unless it `u_is_made` already.
+    mutated.
     """
     launch = run_few_rows if isinstance(plan, FewRowsPlan) else run_many_rows
-    launch(plan, x, weight, bias, lora, y, u, u_is_made)
+    launch(plan, x, weight, bias, lora, y, u)
 
 
 def run_few_rows(
@@ -158,7 +158,6 @@ def run_few_rows(
     lora: LoraUpdate | None,
     y: torch.Tensor,
     u: torch.Tensor | None = None,
-    u_is_made: bool = False,
 ) -> None:
     """`run` of a few-row kernel."""
     shape, sms = (x.shape[0], weight.out_features, weight.in_features), multiprocessor_count(x.device.index)
@@ -170,8 +169,8 @@ def run_few_rows(
         assert u is not None, "u is written beside y"
         with_lora = plan.shared_bytes(*shape, sms, u.shape[1])
         fits = with_lora <= SHARED_BYTES
-        slices = plan.lora_slices(*u.shape, x.shape[1], grid) if fits and not u_is_made else None
-        if _set_lora(params, x, lora, u, slices, u_is_made):
+        slices = plan.lora_slices(*u.shape, x.shape[1], grid) if fits else None
+        if _set_lora(params, x, lora, u, slices):
             shared, warps = with_lora, warps + LORA_WARPS_FEW
     result, place = _result(plan, y), ((grid, 1, 1), shared, x.device.index)
     kernel_launch(f"few_rows{result}", plan.name + result, 32 * warps, *place, plan.macro)(params)
@@ -185,7 +184,6 @@ def run_many_rows(
     lora: LoraUpdate | None,
     y: torch.Tensor,
     u: torch.Tensor | None = None,
-    u_is_made: bool = False,
 ) -> None:
     """`run` of a many-row kernel."""
     shape, sms = (x.shape[0], weight.out_features, weight.in_features), multiprocessor_count(x.device.index)
@@ -197,8 +195,9 @@ def run_many_rows(
     maps = [tiles_map(weight.codes.data_ptr(), windows, tiles, plan.unit, plan.tiles_at_once), x_map, x_map]
     if lora is not None:
         assert u is not None, "u is written beside y"
-        slices = None if u_is_made else plan.lora_cut(*u.shape, *shape[1:], sms)[1]
-        _set_lora(params, x, lora, u, slices, u_is_made)
+        cut = plan.lora_cut(*u.shape, *shape[1:], sms)
+        params.lora.sharers = cut.sharers
+        _set_lora(params, x, lora, u, cut.slices)
         maps[2] = bf16_map(u.data_ptr(), *u.shape, plan.tokens)
     result, place = _result(plan, y), ((grid, 1, 1), plan.shared_bytes, x.device.index)
     kernel_launch(f"many_rows{result}", plan.name + result, plan.threads, *place, plan.macro, plan.cluster)(
@@ -263,17 +262,14 @@ def product_params(x: torch.Tensor, weight: GroupWeight, bias: torch.Tensor | No
     return params
 
 
-def _set_lora(
-    params: _Params, x: torch.Tensor, lora: LoraUpdate, u: torch.Tensor, slices: int | None, u_is_made: bool
-) -> bool:
+def _set_lora(params: _Params, x: torch.Tensor, lora: LoraUpdate, u: torch.Tensor, slices: int | None) -> bool:
     """Add LoRA to a launch that makes `u` (mutated) on the way in `slices` of k, and return True; where it does not
-    (None), launch the kernel that makes u before, unless it is made."""
+    (None), launch the kernel that makes u before."""
     params.lora.u, params.lora.b, params.lora.width = u.data_ptr(), lora.b.data_ptr(), u.shape[1]
     for index, (column, rank, place) in enumerate(lora.places):
         params.lora.column[index], params.lora.rank[index], params.lora.offset[index] = column, rank, place
     if slices is None:
-        if not u_is_made:
-            shrink_into(x, lora.a, u)
+        shrink_into(x, lora.a, u)
         return False
     _, arrivals, partial = _workspace(x.device)
     params.lora.a, params.lora.partial, params.lora.slices = lora.a.data_ptr(), partial.data_ptr(), slices

@@ -23,12 +23,9 @@ PACKED_ROWS = 4096
 # Counters of the workspace that sums of parts may use, and those of LoRA's u = x A^T inside a product.
 COUNTERS = (1 << 18) - (1 << 11)
 LORA_COUNTERS = 1 << 11
-# Up to so many rows of x a product makes u itself, with warps beside those that multiply by the weights; above, u comes
-# from a kernel of its own, whose time is small against the product's.
-LORA_ROWS = 512
+# Warps beside those that multiply by the weights, which make LoRA's u of few rows.
 LORA_WARPS_FEW = 4
-# Chunks of 32 columns for which such a warp loads at once where it makes u, and slices that it reads at once where it
-# sums them.
+# Chunks of 32 columns for which such a warp loads at once, and slices that a warp reads at once where it sums them.
 LORA_CHUNKS_FEW, _SLICES_AT_ONCE = 5, 8
 # Blocks of 16 channels by 8 rows that the two warps of a pair exchange at once where gate and up are multiplied: those
 # of a tile, or what tall tiles leave room for (``GIVEN`` in ``silu.cuh``).
@@ -47,31 +44,28 @@ _SLICE_US, _NEXT_SLICE_US = 0.8, 1.7
 _WARPS = ((100, 16), (48, 12), (0, 8))
 # (rows of x in a tile, warpgroups) -> windows a stage, stages, microseconds a window, fixed cost of shared tiles.
 _SHAPES = {
-    (16, 2): (4, 6, 0.177, 5.9),
-    (16, 3): (4, 5, 0.245, 7.3),
-    (32, 2): (4, 5, 0.212, 6.1),
-    (32, 3): (4, 4, 0.271, 7.9),
-    (64, 2): (4, 4, 0.262, 8.3),
-    (64, 3): (4, 3, 0.366, 10.2),
-    (128, 2): (2, 5, 0.366, 12.9),
-    (128, 3): (2, 4, 0.530, 14.4),
-    (256, 2): (2, 3, 0.690, 23.1),
+    (16, 2): (4, 6, 0.148, 7.7),
+    (16, 3): (4, 5, 0.214, 8.2),
+    (32, 2): (4, 5, 0.194, 8.9),
+    (32, 3): (4, 4, 0.264, 10.3),
+    (64, 2): (4, 4, 0.246, 11.2),
+    (64, 3): (4, 3, 0.360, 11.7),
+    (128, 2): (2, 5, 0.370, 12.8),
+    (128, 3): (2, 4, 0.536, 14.1),
+    (256, 2): (2, 3, 0.718, 20.5),
 }
-_WHOLE_US = 2.0
+_WHOLE_US = 4.2
 # Blocks of a cluster that share a tile: what that costs, and what a row of x in the tile adds.
-_CLUSTER_US, _CLUSTER_ROW_US = {2: 0.7, 3: 1.8, 4: 2.0}, 0.014
-# How long a product waits for the u it makes, fitted to a sweep with LoRA: more with every part of u and every trip of
-# its making, less the longer its blocks are busy until they need it, less (but something) where they need it at
-# different times (shared and whole tiles), more in clusters of four, and beside tall tiles, whose copies of x keep the
-# cache busy.
-_U_US, _U_PART_US, _U_TRIP_US, _U_BUSY = 0.5, 0.04, 0.5, 0.3
-_U_SHARED_US, _U_WHOLE_US, _U_LEAST_US, _U_OF_FOUR_US, _U_TALL_US = -2.0, -1.7, 0.8, 1.5, 3.8
-# What LoRA adds to tall tiles besides, as a share of their time; a kernel of its own that makes u, and the trips above
-# which it is one.
-_LORA_TALL, _U_KERNEL_US, _MOST_TRIPS = 1.07, 6.5, 8
+_CLUSTER_US, _CLUSTER_ROW_US = {2: 0.5, 3: 2.2, 4: 3.0}, 0.01
+# LoRA in a product of many rows, fitted to a sweep with it. What making a part of u takes before the sum: a start, and
+# windows without decoding, as a share of others. When u is there: so long after the parts, and a trip for every round
+# of sums. What the steps that multiply by u take, as a share of a window.
+_U_US, _U_WINDOW, _U_READY_US, _U_TRIP_US, _U_STEP = 4.8, 0.4, 8.2, 1.4, 1.8
+# A kernel of its own that makes u: where a product would take longer for its parts, or cannot make it.
+_U_KERNEL_US = 7.5
 # Blocks that share tiles stand at different columns of x. Where x outgrows the L2 cache, each of them fetches its own.
 _X_CACHE_BYTES = 30 << 20
-_X_MISS = 1.2
+_X_MISS = 1.1
 
 
 def _ceil(a: int, b: int) -> int:
@@ -79,10 +73,10 @@ def _ceil(a: int, b: int) -> int:
 
 
 def _lora_fits(m: int, ranks: int, k: int) -> int:
-    """Slices of u [m, ranks] for which the workspace has room; 0: none, or it is not made inside a product."""
+    """Slices of u [m, ranks] for which the workspace has room; 0: none, or their parts cannot be counted."""
     tiles = _ceil(ranks, 16)
     counted = tiles + 2 <= LORA_COUNTERS and ranks * k < 1 << 32
-    return LORA_BYTES // (tiles * _ceil(m, 8) * 512) if m <= LORA_ROWS and counted else 0
+    return LORA_BYTES // (tiles * _ceil(m, 8) * 512) if counted else 0
 
 
 @cache
@@ -98,6 +92,21 @@ def _slices_of_u(chunks: int, made: int, sums: int, summed: int, most: int) -> t
 
     best = min(range(1, min(chunks, most) + 1), key=cost)
     return cost(best)[0], best
+
+
+@dataclass(frozen=True, slots=True)
+class LoraCut:
+    """How a product of many rows makes u.
+
+    Attributes:
+        us: estimated microseconds that this adds.
+        slices: of k; None: a kernel before makes u.
+        sharers: warps of a block that share each sum of slices: all that sum, or 1, where each sums others.
+    """
+
+    us: float
+    slices: int | None = None
+    sharers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,57 +239,41 @@ class ManyRowsPlan:
     def shared_bytes(self) -> int:
         """Dynamic shared memory: the ring and its barriers, what making u takes, what pairs of warps exchange."""
         window = self.tokens * 128 + 4 * self.groups * WINDOW_BYTES
-        sums = max(0, self.lora_warps - 1) * self.lora_blocks * 512
+        sums = 512 * self.lora_warps + 16
         blocks = 2 * self.groups * _MOST_EXCHANGED.get(self.tokens, self.tokens // 8) if self.silu else 0
         barriers = 2 * 4 * self.groups * 8 if self.cluster > 1 else 0
         return 1024 + self.stages * (self.unit * window + 16) + sums + _EXCHANGED_BYTES * blocks + barriers
 
     @property
     def threads(self) -> int:
-        """Of a block: the product's warpgroups, and those beside them."""
-        return 384 if self.tokens == 256 else 512
+        """Of a block: the product's warpgroups and those beside them."""
+        return 128 * (self.groups + (2 if self.groups == 2 and self.tokens < 256 else 1))
 
     @property
     def lora_warps(self) -> int:
-        """Warps beside the product that make u; the largest tile leaves no registers for any."""
-        return 0 if self.tokens == 256 else {2: 7, 3: 3}[self.groups]
-
-    @property
-    def lora_blocks(self) -> int:
-        """Blocks of eight rows of u that such a warp makes at once."""
-        return 2 if self.tokens <= 32 else 4
-
-    @property
-    def lora_chunks(self) -> int:
-        """Chunks of 32 columns for which it loads at once."""
-        return {2: 5, 3: 4}[self.groups] - self.lora_blocks // 2
+        """Warps beside the product and the producer: they sum u."""
+        return self.threads // 32 - 4 * self.groups - 1
 
     @cache  # noqa: B019 (plans are few)
-    def lora_cut(self, m: int, ranks: int, n: int, k: int, multiprocessors: int) -> tuple[float, int | None]:
-        """(estimated microseconds that the product waits for u [m, ranks], slices of k in which it makes u).
+    def lora_cut(self, m: int, ranks: int, n: int, k: int, multiprocessors: int) -> LoraCut:
+        """How the product makes u [m, ranks].
 
-        None: a kernel before makes u, because the product cannot or would take long. A part of u, 16 ranks by
-        `lora_blocks` of rows by a slice, is made by one block; all share out the sums of slices, the warps of a block
-        the slices.
+        A part of u, 64 ranks a warpgroup by a tile's rows by pairs of windows, is made by one block, which makes one at
+        most. All blocks share out the sums of slices.
         """
-        grid, tiles, token_blocks = self.grid(m, n, k, multiprocessors), _ceil(ranks, 16), _ceil(m, 8)
-        parts, fitting = tiles * _ceil(token_blocks, self.lora_blocks), _lora_fits(m, ranks, k)
-        if not (fitting and self.lora_warps):
-            return _U_KERNEL_US, None
-        made, sums = self.lora_warps * self.lora_chunks, _ceil(tiles * token_blocks, grid)
-        most = min(max(1, grid // parts), fitting)
-        trips, slices = _slices_of_u(k // 32, made, sums, self.lora_warps * _SLICES_AT_ONCE, most)
-        trips += (_ceil(parts, grid) - 1) * _ceil(k // 32, made)  # one part after the other
-        if trips > _MOST_TRIPS:
-            return _U_KERNEL_US, None
-        waiting_us = _U_US + _U_PART_US * parts * slices + _U_TRIP_US * trips
-        waiting_us -= _U_BUSY * self.main_us(m, n, k, multiprocessors)
-        waiting_us += _U_TALL_US if self.tokens == 128 else 0.0
-        if self.cluster > 1:
-            waiting_us += _U_OF_FOUR_US if self.cluster == 4 else 0.0
-        else:
-            waiting_us += _U_WHOLE_US if self.whole else _U_SHARED_US
-        return max(0.0 if self.cluster > 1 else _U_LEAST_US, waiting_us), slices
+        grid, pairs = self.grid(m, n, k, multiprocessors), _ceil(k // WINDOW_COLUMNS, 2)
+        parts = _ceil(m, self.tokens) * _ceil(ranks, 64 * self.groups)
+        rounds, warps = _ceil(_ceil(ranks, 16) * _ceil(m, 8), grid), self.lora_warps
+        main_us, pair_us = self.main_us(m, n, k, multiprocessors), 2 * _SHAPES[self.tokens, self.groups][2]
+        best = LoraCut(_U_KERNEL_US)
+        for slices in range(1, min(pairs, grid // parts, _lora_fits(m, ranks, k)) + 1):
+            shared, alone = _ceil(slices, warps * _SLICES_AT_ONCE), _ceil(slices, _SLICES_AT_ONCE)
+            trips, sharers = min((_ceil(rounds, warps) * alone, 1), (rounds * shared, warps))
+            making_us = _U_US + _U_WINDOW * pair_us * _ceil(pairs, slices)
+            us = making_us + max(0.0, _U_READY_US + _U_TRIP_US * trips - main_us)
+            if us < best.us:
+                best = LoraCut(us, slices, sharers)
+        return best
 
     def main_us(self, m: int, n: int, k: int, multiprocessors: int) -> float:
         """Estimated microseconds until a block needs u: the end of its first tile, or of its part of one."""
@@ -317,8 +310,8 @@ class ManyRowsPlan:
             cost = shared_us + misses * window_us * windows * tiles / multiprocessors
         if not ranks:
             return cost
-        waiting_us, slices = self.lora_cut(m, ranks, n, k, multiprocessors)
-        return cost * (_LORA_TALL if slices and self.tokens == 128 else 1.0) + waiting_us
+        steps = 1.0 if self.cluster > 1 else max(1.0, tiles / multiprocessors)
+        return cost + self.lora_cut(m, ranks, n, k, multiprocessors).us + _U_STEP * window_us * steps
 
 
 def resident_clusters(cluster: int, multiprocessors: int) -> int:
@@ -367,8 +360,8 @@ def few_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan |
 def many_rows_plan(m: int, n: int, k: int, multiprocessors: int, clusters: bool = True, ranks: int = 0) -> ManyRowsPlan:
     """The plan of least estimated time among those of tiles not much taller than `m`, with `clusters` or without, for
     all `ranks` of LoRA together."""
-    least = min(m, 64) if ranks else 0  # lower tiles make u in more parts than the fit has seen
-    plans = [plan for plan in all_many_rows_plans() if least <= plan.tokens < max(2 * m, 17)]
+    # Tiles lower than so were never the best.
+    plans = [plan for plan in all_many_rows_plans() if min(m, 64) <= plan.tokens < max(2 * m, 17)]
     plans = [plan for plan in plans if (clusters or plan.cluster == 1) and plan.fits(m, n, k, multiprocessors)]
     return min(plans, key=lambda plan: plan.cost(m, n, k, multiprocessors, ranks))
 

@@ -96,17 +96,10 @@ def _run(
     lora: LoraUpdate | None,
     y: torch.Tensor,
 ) -> torch.Tensor | None:
-    """Launch `blocks` into `y` (mutated); returns u [M, R] with LoRA. That of several blocks is made at once, before
-    them."""
-    if lora is None:
-        for rows, plan in blocks:
-            hopper.run(plan, x[rows], weight, bias, None, y[rows])
-        return None
-    u, at_once = x.new_empty(x.shape[0], lora.a.shape[0]), len(blocks) > 1
-    if at_once:
-        hopper.shrink_into(x, lora.a, u)
+    """Launch `blocks` into `y` (mutated); returns u [M, R] with LoRA."""
+    u = x.new_empty(x.shape[0], lora.a.shape[0]) if lora is not None else None
     for rows, plan in blocks:
-        hopper.run(plan, x[rows], weight, bias, lora, y[rows], u[rows], at_once)
+        hopper.run(plan, x[rows], weight, bias, lora, y[rows], u[rows] if u is not None else None)
     return u
 
 

@@ -73,7 +73,7 @@ __device__ __forceinline__ void serve_lora(const Params& p, uint16_t* u, int pit
     if constexpr (SILU) prefetch_factors_of_pairs(p, tile_begin / 2, tile_end / 2, worker * 32 + lane, SHRINKERS * 32);
     else prefetch_factors(p, tile_begin, tile_end, worker * 32 + lane, SHRINKERS * 32);
     wait_for_predecessors();
-    make_parts_of_u<SHRINKERS, SHRINK_BARRIER, 1, 5>(p, sums, worker, lane);
+    make_parts_of_u<SHRINKERS, SHRINK_BARRIER, 5>(p, sums, worker, lane);
 #pragma unroll 1
     for (int tile = worker; tile < tiles; tile += SHRINKERS) {
         if (lane == 0) poll(p.lora.counters + 2 + tile, p.lora.slices);
@@ -117,7 +117,7 @@ __device__ __forceinline__ void few_rows(const Params& p) {
     const int u_pitch = p.lora.width + 8;  // rows in different banks
 
     launch_dependents();
-    if (warp >= WARPS) prefetch_a<1>(p, threadIdx.x - WARPS * 32, SHRINKERS * 32);  // before the weights, if it can be
+    if (warp >= WARPS) prefetch_a(p, threadIdx.x - WARPS * 32, SHRINKERS * 32);  // before the weights, if it can be
     if (threadIdx.x < X_CHUNKS) barrier_init(x_full + threadIdx.x * 8, 1);
     if (warp < WARPS && lane < STAGES) barrier_init(full + lane * 8, 1);
     if (threadIdx.x == 0) barrier_init(u_full, SHRINKERS);

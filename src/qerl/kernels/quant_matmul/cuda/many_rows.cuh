@@ -7,14 +7,15 @@
 // equal run of units across tiles (stream-K); the last block to arrive at a tile sums its parts in block order: same
 // input, same bits. Or the blocks of a cluster share each tile (cluster_tile.cuh).
 //
-// LoRA is one more step of a tile: columns of u take the place of x in the ring, rows of b that of the weights. The
-// warps beside the producer make u where it does not come from an earlier kernel.
+// LoRA is one more step of a tile: columns of u take the place of x in the ring, rows of b that of the weights. Where u
+// does not come from an earlier kernel, every block makes a part of it first, and the warps beside the producer sum it.
 #pragma once
 #include "cluster_tile.cuh"
 #include "shrink.cuh"
 #include "silu.cuh"
 #include "stream_k.cuh"
 #include "tensor_copy.cuh"
+#include "u_part.cuh"
 
 template <int TOKENS>
 __device__ __forceinline__ void wgmma(float (&c)[TOKENS / 8][4], const uint32_t (&a)[4], uint64_t b);
@@ -36,24 +37,20 @@ __device__ __forceinline__ void wgmma_wait() {
 __device__ __forceinline__ uint64_t x_descriptor(uint32_t address) {
     return (uint64_t)((address & 0x3FFFF) >> 4) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
-// The warps beside the product's, one of them the producer, and their registers; the rest go to the product. The
-// largest tile leaves none to make u with.
+// The warps beside the product's, one of them the producer, and their registers; the rest go to the product.
 template <int TOKENS, int GROUPS>
 struct Beside {
     static constexpr int GROUPS_BESIDE = TOKENS < 256 && GROUPS == 2 ? 2 : 1;
-    static constexpr int REGISTERS = TOKENS == 256 ? 24 : GROUPS == 2 ? 104 : 80;
-    static constexpr int PRODUCT_REGISTERS = TOKENS == 256 ? 240 : GROUPS == 2 ? 152 : 144;
+    static constexpr int REGISTERS = TOKENS == 256 ? 72 : GROUPS == 2 ? 80 : 56;
+    static constexpr int PRODUCT_REGISTERS = TOKENS == 256 ? 216 : GROUPS == 2 ? 176 : 152;
     static constexpr int THREADS = 128 * (GROUPS + GROUPS_BESIDE);  // of a block
     static_assert(GROUPS_BESIDE * REGISTERS + GROUPS * PRODUCT_REGISTERS <=
                       (GROUPS_BESIDE + GROUPS) * registers_of_launch<THREADS>,
                   "warps would wait for registers for ever");
-    // What makes u: warps, blocks of eight tokens at once, chunks of columns at once, bytes of sums.
-    static constexpr int SHRINKERS = TOKENS < 256 ? 4 * GROUPS_BESIDE - 1 : 0;
-    static constexpr int BLOCKS = TOKENS <= 32 ? 2 : 4;
-    static constexpr int CHUNKS = (GROUPS == 2 ? 5 : 4) - BLOCKS / 2;
-    static constexpr int SUM_BYTES = SHRINKERS ? (SHRINKERS - 1) * BLOCKS * 512 : 0;
+    static constexpr int SUMMERS = 4 * GROUPS_BESIDE - 1;  // warps that sum u
+    static constexpr int SUM_BYTES = SUMMERS * 512 + 16;   // and the barrier of a part
 };
-constexpr int SHRINK_BARRIER = 2;
+constexpr int SUM_BARRIER = 2, IDLE_BARRIER = 12;  // and the ids after it, one for each warpgroup
 
 // The segments of a tile of WARPS row tiles, each in steps of 64 ranks: what LoRA multiplies, in the order of the ring.
 // Pairs of gate and up lie in both segments.
@@ -75,6 +72,7 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* w_ma
     constexpr int WARPS = GROUPS * 4, X_BYTES = TOKENS * 128, W_BYTES = UNIT * WINDOW_BYTES;
     constexpr int PAIRS = WARPS / 2;
     using Beside = Beside<TOKENS, GROUPS>;
+    using Part = RingPart<TOKENS, GROUPS, UNIT>;
     extern __shared__ __align__(1024) unsigned char shared[];
     const int warp = uniform_warp(), lane = threadIdx.x & 31;
     const int tiles = p.n / 16, windows = p.k / 64;
@@ -87,27 +85,23 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* w_ma
     work.total = work.row_blocks * work.token_blocks * work.units;
     const int begin = work.begin(blockIdx.x), end = work.begin(blockIdx.x + 1);
 
-    // The weights of the first stages are on their way before the kernel that makes x has ended; with LoRA, those
-    // before the first step that reads u.
-    const int first_unit = begin % work.units;
-    const int plain = p.lora.u ? (int)work.units - first_unit + (first_unit ? work.units : 0) : STAGES;
-    const int early = min(min(STAGES, end - begin), plain);
-
     const uint32_t base = smem_address(shared), x_base = (base + 1023) & ~1023u;
     const uint32_t w_base = x_base + STAGES * UNIT * X_BYTES;
     const uint32_t full = w_base + STAGES * WARPS * W_BYTES, empty = full + STAGES * 8;
-    const uint32_t of_tile = empty + STAGES * 8 + Beside::SUM_BYTES;
+    const uint32_t of_u = empty + STAGES * 8, sums_of_u = of_u + 16;
+    const uint32_t of_tile = of_u + Beside::SUM_BYTES;  // or what pairs of warps exchange
     static_assert(TILE_BYTES<TOKENS, WARPS> <= STAGES * UNIT * X_BYTES, "parts lie where x was");
 
     launch_dependents();
-    // Before the weights ask for all that memory can give.
-    if (TOKENS < 256 && warp > WARPS)
-        prefetch_a<Beside::BLOCKS>(p, threadIdx.x - (WARPS + 1) * 32, Beside::SHRINKERS * 32);
-    if (threadIdx.x == 0)
+    // Before the weights ask for all that memory can give: A comes from memory, and u waits for it.
+    if (warp > WARPS) prefetch_a(p, Part(p), threadIdx.x - (WARPS + 1) * 32, Beside::SUMMERS * 32);
+    if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(full + s * 8, 1);
             barrier_init(empty + s * 8, GROUPS);
         }
+        barrier_init(of_u, WARPS * 32);
+    }
     if (work.cluster > 1 && threadIdx.x < 2 * WARPS) barrier_init(of_tile + threadIdx.x * 8, work.cluster);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -116,27 +110,26 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* w_ma
 
     if (warp >= WARPS) {  // a whole warpgroup, because registers are handed over by warpgroups
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Beside::REGISTERS));
-        if constexpr (TOKENS < 256) {
-            if (warp > WARPS && p.lora.a) {
-                const int thread = threadIdx.x - (WARPS + 1) * 32;
-                for (int tile = begin / work.units; tile * (int)work.units < end; tile++) {
-                    if constexpr (SILU) {
-                        const int first = tile % work.row_blocks * PAIRS;
-                        prefetch_factors_of_pairs(p, first, min(first + PAIRS, tiles / 2), thread,
-                                                  Beside::SHRINKERS * 32);
-                    } else {
-                        const int first = tile % work.row_blocks * WARPS;
-                        prefetch_factors(p, first, min(first + WARPS, tiles), thread, Beside::SHRINKERS * 32);
-                    }
+        if (warp > WARPS && p.lora.a) {
+            const int thread = threadIdx.x - (WARPS + 1) * 32, worker = warp - WARPS - 1;
+            auto prefetch_tile = [&](int tile) {
+                if constexpr (SILU) {
+                    const int first = tile % work.row_blocks * PAIRS;
+                    prefetch_factors_of_pairs(p, first, min(first + PAIRS, tiles / 2), thread, Beside::SUMMERS * 32);
+                } else {
+                    const int first = tile % work.row_blocks * WARPS;
+                    prefetch_factors(p, first, min(first + WARPS, tiles), thread, Beside::SUMMERS * 32);
                 }
-                wait_for_predecessors();
-                float4* const sums = (float4*)(shared + (empty + STAGES * 8 - base));
-                const int worker = warp - WARPS - 1;
-                make_parts_of_u<Beside::SHRINKERS, SHRINK_BARRIER, Beside::BLOCKS, Beside::CHUNKS>(p, sums, worker,
-                                                                                                   lane);
-                const int arrivals = p.lora.slices * UPart<Beside::BLOCKS>::groups(p);
-                sum_u<Beside::SHRINKERS, SHRINK_BARRIER>(p, arrivals, sums, worker, lane);
-            }
+            };
+            int tile = begin / work.units;
+            prefetch_tile(tile);
+            const Part part(p);
+            SumOfU<Beside::SUMMERS, SUM_BARRIER> sum(p, worker);
+            const int arrivals = p.lora.slices * part.token_blocks(p);
+            wait_for_predecessors();
+            if (worker == 0) publish_u(p, part, of_u, lane);
+            sum.run(p, arrivals, (float4*)(shared + (sums_of_u - base)), worker, lane);
+            while (++tile * (int)work.units < end) prefetch_tile(tile);
         }
         // One thread, and values the compiler can see to be uniform: copies take their operands from uniform registers.
         if (warp == WARPS && elect()) {
@@ -169,7 +162,7 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* w_ma
             auto next_stage = [&]() {
                 if (++stage == STAGES) stage = 0, phase ^= 1;
             };
-            bool awaited = TOKENS == 256 || !p.lora.a;  // u is there
+            bool awaited = !p.lora.a;  // u is there
             // After the last unit here of a tile that begins here: the columns of u that LoRA multiplies.
             auto load_u = [&]() {
                 for_lora_steps<WARPS, SILU>(p, row_block, [&](int s, int r) {
@@ -180,10 +173,24 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* w_ma
                     next_stage();
                 });
             };
+            // The weights of the first stages are on their way before the kernel that makes x has ended; with LoRA,
+            // those before the first step that reads u.
+            const Part part(p);
+            const int taken = part.steps();
+            const int plain = p.lora.u ? (int)work.units - unit + (unit ? work.units : 0) : STAGES;
+            const int early = max(0, min(min(STAGES - taken, end - begin), plain));
             const int unit0 = unit, row_block0 = row_block, token00 = token0;
-            for (int s = 0; s < early; s++) load_weights(s), advance();
+            for (int s = 0; s < early; s++) load_weights(taken + s), advance();
             wait_for_predecessors();
             unit = unit0, row_block = row_block0, token0 = token00;
+#pragma unroll 1
+            for (int i = 0; i < taken; i++) {
+                barrier_wait(empty + stage * 8, phase ^ 1);
+                barrier_expect(full + stage * 8, UNIT * X_BYTES);
+                tensor_load(x_base + stage * UNIT * X_BYTES, x_map, 0, part.token_block * TOKENS,
+                            (part.first_unit() + i) * UNIT, full + stage * 8);
+                next_stage();
+            }
             bool begins = unit == 0;
             for (int at = begin; at < end; at++) {
                 if (at >= begin + early) {
@@ -209,6 +216,42 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* w_ma
         auto release = [&](int of) {  // a stage, to the producer
             if ((threadIdx.x & 127) == 0) barrier_arrive(empty + of * 8);
         };
+        const Part part(p);
+        if (part.steps()) {
+#pragma unroll
+            for (int b = 0; b < TOKENS / 8; b++) c[b][0] = c[b][1] = c[b][2] = c[b][3] = 0.0f;
+            wait_for_predecessors();  // A, the workspace
+            for (int i = 0; i < part.steps(); i++) {
+                const int window0 = (part.first_unit() + i) * UNIT;
+                if (part.concerns(p, warp >> 2)) {
+#pragma unroll
+                    for (int w = 0; w < UNIT; w += 2) {
+                        if (!part.has(window0 + w)) continue;
+#pragma unroll
+                        for (int j = 0; j < 2; j++)
+                            load_a(a[j], p, part.group * WARPS + warp, window0 + w + j, lane);
+                        barrier_wait(full + stage * 8, phase);
+                        const uint64_t x = x_descriptor(x_base + (stage * UNIT + w) * X_BYTES);
+                        wgmma_fence();
+#pragma unroll
+                        for (int j = 0; j < 8; j++)
+                            wgmma<TOKENS>(c, a[j / 4][j % 4], x + j / 4 * (X_BYTES >> 4) + j % 4 * 2);
+                        wgmma_commit();
+                        wgmma_wait<0>();
+                    }
+                } else {
+                    barrier_wait(full + stage * 8, phase);
+                    sync_warpgroup(IDLE_BARRIER + (warp >> 2));  // as products do: no warp falls a round behind
+                }
+                release(stage);
+                if (++stage == STAGES) stage = 0, phase ^= 1;
+            }
+#pragma unroll
+            for (int b = 0; b < TOKENS / 8; b++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) asm volatile("" : "+f"(c[b][i])::"memory");
+            leave_u(p, part, of_u, warp, lane, c);
+        }
         while (at < end) {
             const bool begins = unit == 0;
             const int stop = min((int)work.units, unit + end - at);
@@ -306,7 +349,7 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* w_ma
             if (finished && (SILU ? pair < tiles / 2 : row_tile < tiles)) {
                 const int token0 = tile / work.row_blocks * TOKENS;
                 if constexpr (SILU) {
-                    uint2* const exchange = (uint2*)(shared + (empty + STAGES * 8 + Beside::SUM_BYTES - base));
+                    uint2* const exchange = (uint2*)(shared + (of_tile - base));
                     store_pair<TOKENS, WARPS>(p, e, pair, token0, warp, lane, exchange, c);
                 } else if constexpr (WIDE) {
                     store_wide<TOKENS / 8>(p, e, row_tile, token0, lane, c);

@@ -1,8 +1,10 @@
-// u = x A^T of LoRA inside the product that adds u B^T: warps without other work compute it while the weights stream.
+// u = x A^T of LoRA inside the product that adds u B^T: parts of u, some ranks by some tokens by a slice of k, are dealt
+// out to the blocks. Of few rows, warps without other work make them while the weights stream; of many, the product's
+// warps (u_part.cuh).
 //
-// Parts of u, 16 ranks by some tokens by a slice of k, are dealt out to the blocks. Slices are summed in their order:
-// same input, same bits; few rows by every block for itself, many rows by all blocks together. All blocks of a launch
-// are resident (the host launches no more than fit), so that waiting for u, which needs all of them, ends.
+// Slices are summed in their order: same input, same bits; few rows by every block for itself, many rows by all blocks
+// together. All blocks of a launch are resident (the host launches no more than fit), so that waiting for u, which
+// needs all of them, ends.
 #pragma once
 #include "tiles.cuh"
 
@@ -30,96 +32,71 @@ __device__ __forceinline__ int rank_tiles(const Params& p) {
     return (p.lora.width + 15) / 16;
 }
 
-// u is made in slices of k, of 16 ranks and 8 BLOCKS tokens; this one is the `index`-th.
-template <int BLOCKS>
+// Few rows: u is made in slices of k, of 16 ranks; this one is the `index`-th.
 struct UPart {
-    int tile, group, slice, begin, end;  // of tokens; chunks of 32 columns
-    __device__ __forceinline__ static int groups(const Params& p) { return (p.m + 8 * BLOCKS - 1) / (8 * BLOCKS); }
-    __device__ __forceinline__ static int count(const Params& p) { return rank_tiles(p) * groups(p) * p.lora.slices; }
+    int tile, slice, begin, end;  // chunks of 32 columns
     __device__ __forceinline__ UPart(const Params& p, int index) {
         const int tiles = rank_tiles(p), chunks = p.k / 32;
-        tile = index % tiles, index /= tiles;
-        group = index % groups(p), slice = index / groups(p);
+        tile = index % tiles, slice = index / tiles;
         begin = chunks * slice / p.lora.slices, end = chunks * (slice + 1) / p.lora.slices;
     }
+    __device__ __forceinline__ static int count(const Params& p) { return rank_tiles(p) * p.lora.slices; }
 };
 
 // What this block reads of A for its first part of u, on the way into the L2 cache.
-template <int BLOCKS>
 __device__ __forceinline__ void prefetch_a(const Params& p, int thread, int threads) {
     const int index = blockIdx.x;
-    if (!p.lora.a || index >= UPart<BLOCKS>::count(p)) return;
-    const UPart<BLOCKS> part(p, index);
+    if (!p.lora.a || index >= UPart::count(p)) return;
+    const UPart part(p, index);
     const int ranks = min(16, p.lora.width - part.tile * 16);
     for (int i = thread; i < ranks * (part.end - part.begin); i += threads)
         prefetch(p.lora.a + (long long)(part.tile * 16 + i % ranks) * p.k + (part.begin + i / ranks) * 32);
 }
 
 // The parts of u that fall to this block: WORKERS warps beside the product cut them again and add up through shared
-// memory, `sums` [WORKERS - 1, BLOCKS, 32]. The loads of CHUNKS chunks of 32 columns are on their way together.
-template <int WORKERS, int BARRIER, int BLOCKS, int CHUNKS>
+// memory, `sums` [WORKERS - 1, 32]. The loads of CHUNKS chunks of 32 columns are on their way together.
+template <int WORKERS, int BARRIER, int CHUNKS>
 __device__ __forceinline__ void make_parts_of_u(const Params& p, float4* sums, int worker, int lane) {
     const Lora& l = p.lora;
-    const int g = lane >> 2, t = lane & 3, token_blocks = (p.m + 7) / 8;
+    const int g = lane >> 2, t = lane & 3;
 #pragma unroll 1
-    for (int index = blockIdx.x; index < UPart<BLOCKS>::count(p); index += gridDim.x) {
-        const UPart<BLOCKS> part(p, index);
+    for (int index = blockIdx.x; index < UPart::count(p); index += gridDim.x) {
+        const UPart part(p, index);
         // Offsets, because addresses take twice the registers.
         const uint32_t column = part.begin * 32 + worker * 32 + 8 * t, last = l.width - 1;
         const uint32_t upper = min(part.tile * 16u + g, last) * p.k, lower = min(part.tile * 16u + g + 8, last) * p.k;
-        uint32_t row[BLOCKS];
-        float c[BLOCKS][4];
-#pragma unroll
-        for (int b = 0; b < BLOCKS; b++) {
-            row[b] = min((part.group * BLOCKS + b) * 8 + g, p.m - 1) * p.k;
-            c[b][0] = c[b][1] = c[b][2] = c[b][3] = 0.0f;
-        }
+        const uint32_t row = min(g, p.m - 1) * p.k;
+        float c[4] = {};
 #pragma unroll 1
         for (uint32_t at = column; at < part.end * 32; at += CHUNKS * WORKERS * 32) {
-            uint4 high[CHUNKS], low[CHUNKS], v[CHUNKS][BLOCKS];
+            uint4 high[CHUNKS], low[CHUNKS], v[CHUNKS];
 #pragma unroll
             for (int i = 0; i < CHUNKS; i++) {
                 const uint32_t from = at + i * WORKERS * 32;
-                const bool present = from < part.end * 32;
-                high[i] = low[i] = uint4{};
-                if (present)
+                high[i] = low[i] = v[i] = uint4{};
+                if (from < part.end * 32) {
                     high[i] = *(const uint4*)(l.a + upper + from), low[i] = *(const uint4*)(l.a + lower + from);
-#pragma unroll
-                for (int b = 0; b < BLOCKS; b++) {
-                    v[i][b] = uint4{};
-                    if (present) v[i][b] = *(const uint4*)(p.x + row[b] + from);
+                    v[i] = *(const uint4*)(p.x + row + from);
                 }
             }
 #pragma unroll
             for (int i = 0; i < CHUNKS; i++) {
                 const uint32_t even[4] = {high[i].x, low[i].x, high[i].y, low[i].y},
                                odd[4] = {high[i].z, low[i].z, high[i].w, low[i].w};
-#pragma unroll
-                for (int b = 0; b < BLOCKS; b++) {
-                    mma(c[b], even, v[i][b].x, v[i][b].y);
-                    mma(c[b], odd, v[i][b].z, v[i][b].w);
-                }
+                mma(c, even, v[i].x, v[i].y);
+                mma(c, odd, v[i].z, v[i].w);
             }
         }
-        if (worker > 0)
-#pragma unroll
-            for (int b = 0; b < BLOCKS; b++)
-                sums[((worker - 1) * BLOCKS + b) * 32 + lane] = make_float4(c[b][0], c[b][1], c[b][2], c[b][3]);
+        if (worker > 0) sums[(worker - 1) * 32 + lane] = make_float4(c[0], c[1], c[2], c[3]);
         sync_warps<BARRIER, WORKERS * 32>();
         if (worker == 0) {
-            const int first = part.group * BLOCKS;
-            float4* const to =
-                (float4*)l.partial + ((long long)(part.slice * rank_tiles(p) + part.tile) * token_blocks + first) * 32;
+            float4 v = make_float4(c[0], c[1], c[2], c[3]);
 #pragma unroll
-            for (int b = 0; b < BLOCKS; b++) {
-                float4 v = make_float4(c[b][0], c[b][1], c[b][2], c[b][3]);
-#pragma unroll
-                for (int w = 0; w < WORKERS - 1; w++) {
-                    const float4 f = sums[(w * BLOCKS + b) * 32 + lane];
-                    v.x += f.x, v.y += f.y, v.z += f.z, v.w += f.w;
-                }
-                if (first + b < token_blocks) __stcg(to + b * 32 + lane, v);
+            for (int w = 0; w < WORKERS - 1; w++) {
+                const float4 f = sums[w * 32 + lane];
+                v.x += f.x, v.y += f.y, v.z += f.z, v.w += f.w;
             }
+            __stcg((float4*)l.partial + (long long)index * 32 + lane, v);
             __threadfence();
             __syncwarp();
             if (lane == 0) atomicAdd(l.counters + 2 + part.tile, 1);
@@ -134,21 +111,23 @@ __device__ __forceinline__ void poll(const int* counter, int wanted) {
     while (found != wanted);
 }
 
+constexpr int SLICES_AT_ONCE = 8;  // loads on their way together: a loop of as many as there are would wait for each
+
 // Slices first .. last - 1 of a rank tile and eight tokens, summed in their order: rows are ranks, columns are tokens.
 __device__ __forceinline__ float4 sum_slices_of_u(const Lora& l, int place, int places, int first, int last, int lane) {
-    constexpr int AT_ONCE = 8;  // loads on their way together: a loop of as many as there are would wait for each
-    const float4* from = (const float4*)l.partial + place * 32 + lane;
+    const float4* from = (const float4*)l.partial + (first * places + place) * 32 + lane;
     float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
-    for (; first < last; first += AT_ONCE) {
-        float4 f[AT_ONCE];
+    for (; first < last; first += SLICES_AT_ONCE) {
+        float4 f[SLICES_AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
+        for (int i = 0; i < SLICES_AT_ONCE; i++) {
             f[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (first + i < last) f[i] = __ldcg(from + (long long)(first + i) * places * 32);
+            if (first + i < last) f[i] = __ldcg(from);
+            from += places * 32;
         }
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) v.x += f[i].x, v.y += f[i].y, v.z += f[i].z, v.w += f[i].w;
+        for (int i = 0; i < SLICES_AT_ONCE; i++) v.x += f[i].x, v.y += f[i].y, v.z += f[i].z, v.w += f[i].w;
     }
     return v;
 }
@@ -170,36 +149,53 @@ __device__ __forceinline__ void leave_counters(const Params& p) {
     for (int i = 0; i < 2 + rank_tiles(p); i++) p.lora.counters[i] = 0;
 }
 
-// Many rows: every block sums its share of u, once `arrivals` parts of each rank tile are there.
+// Many rows: every block sums its share of u. `sharers` of its WORKERS warps share out the slices of each sum: all, or
+// one, which leaves the other sums to the others. What takes divisions is known before u is.
 template <int WORKERS, int BARRIER>
-__device__ __forceinline__ void sum_u(const Params& p, int arrivals, float4* sums, int worker, int lane) {
-    const int tiles = rank_tiles(p), places = tiles * ((p.m + 7) / 8), slices = p.lora.slices;
-    int done = 0;
-#pragma unroll 1
-    for (int item = blockIdx.x; item < places; item += gridDim.x, done++) {
-        const int tile = item % tiles, b = item / tiles;
-        if (lane == 0) poll(p.lora.counters + 2 + tile, arrivals);
-        __syncwarp();
-        sums[worker * 32 + lane] = sum_slices_of_u(p.lora, tile * (places / tiles) + b, places,
-                                                   slices * worker / WORKERS, slices * (worker + 1) / WORKERS, lane);
-        sync_warps<BARRIER, WORKERS * 32>();
-        if (worker == 0) {
-            float4 v = sums[lane];
-#pragma unroll
-            for (int w = 1; w < WORKERS; w++) {
-                const float4 f = sums[w * 32 + lane];
-                v.x += f.x, v.y += f.y, v.z += f.z, v.w += f.w;
-            }
-            store_u(p, p.lora.u, p.lora.width, tile, b * 8, lane, v);
-        }
-        sync_warps<BARRIER, WORKERS * 32>();
+struct SumOfU {
+    int tiles, blocks, item, step, first, last, tile, block;  // of ranks, of tokens; slices; where the item lies
+    bool together;
+    __device__ __forceinline__ SumOfU(const Params& p, int worker) {
+        tiles = rank_tiles(p), blocks = (p.m + 7) / 8, together = p.lora.sharers > 1;
+        const int slices = p.lora.slices;
+        first = together ? slices * worker / WORKERS : 0, last = together ? slices * (worker + 1) / WORKERS : slices;
+        item = blockIdx.x + (together ? 0 : worker * gridDim.x), step = gridDim.x * (together ? 1 : WORKERS);
+        tile = item % tiles, block = item / tiles;
+        asm volatile("" : "+r"(tile), "+r"(block), "+r"(first), "+r"(last));  // now, not when they are needed
     }
-    if (worker || !done) return;
-    asm volatile("fence.proxy.async;" ::: "memory");  // u is read by tensor copies
-    __threadfence();
-    __syncwarp();
-    if (lane == 0) atomicAdd(p.lora.counters, done);
-}
+    // Once `arrivals` parts of each rank tile are there.
+    __device__ __forceinline__ void run(const Params& p, int arrivals, float4* sums, int worker, int lane) {
+        const int places = tiles * blocks;
+        if (item >= places) return;
+        int done = 0;
+#pragma unroll 1
+        while (true) {
+            if (lane == 0) poll(p.lora.counters + 2 + tile, arrivals);
+            __syncwarp();
+            float4 v = sum_slices_of_u(p.lora, tile * blocks + block, places, first, last, lane);
+            if (together) {
+                sums[worker * 32 + lane] = v;
+                sync_warps<BARRIER, WORKERS * 32>();
+                if (worker == 0)
+#pragma unroll
+                    for (int w = 1; w < WORKERS; w++) {
+                        const float4 f = sums[w * 32 + lane];
+                        v.x += f.x, v.y += f.y, v.z += f.z, v.w += f.w;
+                    }
+            }
+            if (!together || worker == 0) store_u(p, p.lora.u, p.lora.width, tile, block * 8, lane, v), done++;
+            item += step;
+            if (item >= places) break;
+            tile = item % tiles, block = item / tiles;
+            if (together) sync_warps<BARRIER, WORKERS * 32>();  // the sums were read
+        }
+        if (!done) return;
+        asm volatile("fence.proxy.async;" ::: "memory");  // u is read by tensor copies
+        __threadfence();
+        __syncwarp();
+        if (lane == 0) atomicAdd(p.lora.counters, done);
+    }
+};
 
 // One thread of each block: returns when all of u is there.
 __device__ __forceinline__ void await_u(const Params& p) {

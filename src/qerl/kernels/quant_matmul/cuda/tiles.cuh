@@ -28,6 +28,7 @@ struct Lora {           // y[:, segment s] += u[:, column[s] : column[s] + rank[
     float* partial;     // workspace for sums of slices of k
     int* counters;      // zero between launches: rank tiles of u done, blocks that have seen it, slices of each tile
     int slices;
+    int sharers;  // warps of a block that share each sum of slices of many rows: all that sum, or 1
 };
 
 struct Params {
