@@ -60,7 +60,7 @@ _CLUSTER_US, _CLUSTER_ROW_US = {2: 0.5, 3: 2.2, 4: 3.0}, 0.01
 # LoRA in a product of many rows, fitted to a sweep with it. What making a part of u takes before the sum: a start, and
 # windows without decoding, as a share of others. When u is there: so long after the parts, and a trip for every round
 # of sums. What the steps that multiply by u take, as a share of a window.
-_U_US, _U_WINDOW, _U_READY_US, _U_TRIP_US, _U_STEP = 4.8, 0.4, 8.2, 1.4, 1.8
+_U_US, _U_WINDOW, _U_READY_US, _U_TRIP_US, _U_STEP = 1.8, 0.4, 8.2, 1.4, 1.8
 # A kernel of its own that makes u: where a product would take longer for its parts, or cannot make it.
 _U_KERNEL_US = 7.5
 # Blocks that share tiles stand at different columns of x. Where x outgrows the L2 cache, each of them fetches its own.
