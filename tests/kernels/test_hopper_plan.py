@@ -22,6 +22,7 @@ from qerl.kernels.quant_matmul.hopper_plan import (
     LORA_WARPS_FEW,
     MANY_ROWS,
     SHARED_BYTES,
+    SLICES_AT_ONCE,
     FewRowsPlan,
     ManyRowsPlan,
     all_many_rows_plans,
@@ -161,6 +162,7 @@ def test_warps_that_make_u_as_the_kernels_have_them() -> None:
     assert f"SHRINKERS = {LORA_WARPS_FEW}, " in (SOURCES / "few_rows.cuh").read_text()
     assert f"SHRINK_BARRIER, {LORA_CHUNKS_FEW}>" in (SOURCES / "few_rows.cuh").read_text()
     assert FewRowsPlan(8).lora_slices(8, 96, 3584, 132) == 7 and FewRowsPlan(8).lora_slices(8, 32, 18944, 132) == 16
+    assert f"SLICES_AT_ONCE = {SLICES_AT_ONCE};" in (SOURCES / "shrink.cuh").read_text()
     text = " ".join((SOURCES / "many_rows.cuh").read_text().split())
     assert "GROUPS_BESIDE = TOKENS < 256 && GROUPS == 2 ? 2 : 1;" in text
     assert "SUMMERS = 4 * GROUPS_BESIDE - 1;" in text and "SUM_BYTES = SUMMERS * 512 + 16;" in text

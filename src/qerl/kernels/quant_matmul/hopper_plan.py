@@ -26,7 +26,7 @@ LORA_COUNTERS = 1 << 11
 # Warps beside those that multiply by the weights, which make LoRA's u of few rows.
 LORA_WARPS_FEW = 4
 # Chunks of 32 columns for which such a warp loads at once, and slices that a warp reads at once where it sums them.
-LORA_CHUNKS_FEW, _SLICES_AT_ONCE = 5, 8
+LORA_CHUNKS_FEW, SLICES_AT_ONCE = 5, 8
 # Blocks of 16 channels by 8 rows that the two warps of a pair exchange at once where gate and up are multiplied: those
 # of a tile, or what tall tiles leave room for (``GIVEN`` in ``silu.cuh``).
 _MOST_EXCHANGED = {256: 4, 128: 8}
@@ -163,7 +163,7 @@ class FewRowsPlan:
         most = min(max(1, blocks // tiles), _lora_fits(m, ranks, k))
         if most == 0:
             return None
-        return _slices_of_u(k // 32, warps * LORA_CHUNKS_FEW, _ceil(tiles, warps), _SLICES_AT_ONCE, most)[1]
+        return _slices_of_u(k // 32, warps * LORA_CHUNKS_FEW, _ceil(tiles, warps), SLICES_AT_ONCE, most)[1]
 
     def shared_bytes(self, m: int, n: int, k: int, multiprocessors: int, ranks: int = 0) -> int:
         """Dynamic shared memory: rings, barriers, x, partial sums (as ``few_rows.cuh`` lays them out).
@@ -267,7 +267,7 @@ class ManyRowsPlan:
         main_us, pair_us = self.main_us(m, n, k, multiprocessors), 2 * _SHAPES[self.tokens, self.groups][2]
         best = LoraCut(_U_KERNEL_US)
         for slices in range(1, min(pairs, grid // parts, _lora_fits(m, ranks, k)) + 1):
-            shared, alone = _ceil(slices, warps * _SLICES_AT_ONCE), _ceil(slices, _SLICES_AT_ONCE)
+            shared, alone = _ceil(slices, warps * SLICES_AT_ONCE), _ceil(slices, SLICES_AT_ONCE)
             trips, sharers = min((_ceil(rounds, warps) * alone, 1), (rounds * shared, warps))
             making_us = _U_US + _U_WINDOW * pair_us * _ceil(pairs, slices)
             us = making_us + max(0.0, _U_READY_US + _U_TRIP_US * trips - main_us)
