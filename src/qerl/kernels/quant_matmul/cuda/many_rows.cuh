@@ -228,8 +228,7 @@ __device__ __forceinline__ void many_rows(const Params& p, const TensorMap* w_ma
                     for (int w = 0; w < UNIT; w += 2) {
                         if (!part.has(window0 + w)) continue;
 #pragma unroll
-                        for (int j = 0; j < 2; j++)
-                            load_a(a[j], p, part.group * WARPS + warp, window0 + w + j, lane);
+                        for (int j = 0; j < 2; j++) load_a(a[j], p, part.group * WARPS + warp, window0 + w + j, lane);
                         barrier_wait(full + stage * 8, phase);
                         const uint64_t x = x_descriptor(x_base + (stage * UNIT + w) * X_BYTES);
                         wgmma_fence();

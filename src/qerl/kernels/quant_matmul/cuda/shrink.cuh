@@ -1,6 +1,6 @@
-// u = x A^T of LoRA inside the product that adds u B^T: parts of u, some ranks by some tokens by a slice of k, are dealt
-// out to the blocks. Of few rows, warps without other work make them while the weights stream; of many, the product's
-// warps (u_part.cuh).
+// u = x A^T of LoRA inside the product that adds u B^T: parts of u, some ranks by some tokens by a slice of k, are
+// dealt out to the blocks. Of few rows, warps without other work make them while the weights stream; of many, the
+// product's warps (u_part.cuh).
 //
 // Slices are summed in their order: same input, same bits; few rows by every block for itself, many rows by all blocks
 // together. All blocks of a launch are resident (the host launches no more than fit), so that waiting for u, which

@@ -56,8 +56,8 @@ __device__ __forceinline__ void transpose_in_quads(uint4& v, int lane) {
     swap(v.x, v.z, 2), swap(v.y, v.w, 2);
 }
 
-// Fragments of a rank tile and the columns of a window; zeros for what is not there. Loads of 16 bytes, because those of
-// four touch eight lines each.
+// Fragments of a rank tile and the columns of a window; zeros for what is not there. Loads of 16 bytes, because those
+// of four touch eight lines each.
 __device__ __forceinline__ void load_a(uint32_t (&a)[4][4], const Params& p, int tile, int window, int lane) {
     const int row = tile * 16 + (lane >> 2);
     const uint16_t* const from = p.lora.a + (long long)row * p.k + window * 64 + 8 * (lane & 3);
