@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from qerl.benchmarking import timing
 from qerl.benchmarking.ceilings import Ceilings
 from qerl.benchmarking.decode_ops import measure_decode_ops
 from qerl.benchmarking.geometry import KNOWN, GeometryError, check_fits_cpu, geometry_of_values, read_config
@@ -15,7 +16,16 @@ from qerl.benchmarking.lengths import lognormal_lengths
 from qerl.benchmarking.linears import check_group, dequantized
 from qerl.benchmarking.results import OtherMachineError, ResultFile
 from qerl.benchmarking.run_kernels import sums
-from qerl.benchmarking.timing import CheckFailedError, median_us, repeats_in_graph, replays_ahead, rms_ratio, rotation
+from qerl.benchmarking.timing import (
+    CheckFailedError,
+    Timed,
+    median_us,
+    medians_us,
+    repeats_in_graph,
+    replays_ahead,
+    rms_ratio,
+    rotation,
+)
 from qerl.nn.random_weights import random_group
 
 CPU = torch.device("cpu")
@@ -142,6 +152,13 @@ def test_rows_of_the_same_work_are_replaced_and_others_kept(tmp_path: Path) -> N
 def test_a_measured_replay_finds_the_device_busy() -> None:
     """Short ones stand behind 200 us of others; to long ones the 10 to 25 us of a launch are nothing."""
     assert [replays_ahead(us) for us in (3.0, 60.0, 150.0, 200.0, 4000.0, 6000.0)] == [67, 4, 2, 1, 1, 0]
+
+
+def test_works_rest_before_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[float] = []
+    monkeypatch.setattr(timing.time, "sleep", rests.append)
+    assert len(medians_us([Timed(lambda i: None, 1)] * 2, CPU, rest_s=0.25)) == 2
+    assert rests == [0.25] * 10
 
 
 def test_a_measured_graph_is_long_against_the_gap_between_two() -> None:

@@ -301,9 +301,8 @@ def test_the_choice_on_an_h200() -> None:
     assert many_rows_plan(16, 37888, 3584, 132).name == "many_rows_16_3_4_5"
     assert many_rows_plan(64, 4608, 3584, 132) == ManyRowsPlan(64, 2, whole=True, cluster=3)
     assert many_rows_plan(128, 4608, 3584, 132) == ManyRowsPlan(128, 2, whole=True, cluster=3)
-    # With LoRA, plans that wait less for u.
-    assert many_rows_plan(64, 4608, 3584, 132, ranks=96).cluster == 2
-    assert many_rows_plan(32, 5120, 5120, 132) == many_rows_plan(32, 5120, 5120, 132, ranks=32)
+    # With LoRA, a plan that waits less for u.
+    assert many_rows_plan(64, 4608, 3584, 132, ranks=96) == ManyRowsPlan(64, 2, whole=True, cluster=2)
     assert many_rows_plan(256, 18944, 3584, 132).cluster == 1  # more tiles than clusters run at once
     assert many_rows_plan(512, 37888, 3584, 132) == ManyRowsPlan(128, 3, whole=True)
     assert many_rows_plan(1024, 3584, 3584, 132).tokens == 256
@@ -395,6 +394,6 @@ def test_what_is_uniform_is_seen_to_be(source: str, tmp_path: Path, monkeypatch:
         moves = sum("R2UR" in line for line in lines[copies[0] : copies[-1]])
         # Of weights, with a hint or without, early (perhaps unrolled) and in the loop; of x, for u too; of u.
         assert len(copies) >= (12 if "silu" in name else 7), f"{name}: {len(copies)} copies"
-        assert moves < len(copies), f"{name}: {moves} moves among {len(copies)} copies"
+        assert moves < 7, f"{name}: {moves} moves among {len(copies)} copies"
         products, waits = (sum(word in line for line in lines) for word in ("HGMMA", "WARPGROUP.DEPBAR"))
         assert 0 < waits < products / 2, f"{name}: {waits} waits for {products} products"

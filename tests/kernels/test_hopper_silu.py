@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_cases import make_group, rms_ratio
+from kernel_cases import make_group, make_u_inside, rms_ratio
 from test_tiles import in_tiles
 
 from qerl.kernels.quant_matmul import (
@@ -69,9 +69,10 @@ def test_silu_in_the_epilogue(channels: int, k: int, uniform: bool, m: int) -> N
     ids=lambda plan: f"{plan.name}-{plan.whole}",
 )
 @pytest.mark.usefixtures("poisoned_memory")
-def test_every_many_row_kernel_with_silu(plan: ManyRowsPlan, rank: int) -> None:
+def test_every_many_row_kernel_with_silu(plan: ManyRowsPlan, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no tile is shared, both ways sum in the same order: the same bits. That shows SiLU-mul and its roundings to
     be those of the other kernel, instruction by instruction."""
+    make_u_inside(monkeypatch)
     weight = _gate_and_up(304, 1088, False)
     bias = torch.randn(608, device="cuda").bfloat16()
     for m in (1, plan.tokens - 1, plan.tokens + 3, 3 * plan.tokens):
@@ -82,6 +83,8 @@ def test_every_many_row_kernel_with_silu(plan: ManyRowsPlan, rank: int) -> None:
         u = None if lora is None else torch.full((m, 2 * rank), float("nan"), dtype=torch.bfloat16, device="cuda")
         hopper.run(plan, x, weight, bias, lora, y, u)
         made = None if u is None else u.clone()
+        if u is not None:
+            u.fill_(float("nan"))
         hopper.run(dataclasses.replace(plan, silu=True), x, weight, bias, lora, found[:m], u)
         _same_but_for_the_order_of_sums(found[:m], silu_mul(y))
         assert found[m].isnan().all()  # nothing is written past the last row

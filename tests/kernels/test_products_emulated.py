@@ -1,6 +1,7 @@
 """The CUDA C++ products of Hopper as they are written, on a CPU: blocks together, turns at random, strict barriers."""
 
 import ctypes
+import dataclasses
 import math
 
 import pytest
@@ -184,7 +185,7 @@ def test_blocks_of_rows(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, r
     pytest.importorskip("triton")
     from qerl.kernels.quant_matmul import paths
 
-    Emulator(library, 5, monkeypatch)
+    emulator = Emulator(library, 5, monkeypatch)
     monkeypatch.setattr(paths, "MANY_ROWS", 40)
     product = Product((48, 16, 240), 5, 100, ranks, plain=False)
     inputs = product.x, product.weight, product.bias
@@ -192,3 +193,19 @@ def test_blocks_of_rows(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, r
     product.check(
         Result(*(None if t is None else torch.nn.functional.pad(t, (0, 0, 0, 1), value=math.nan) for t in (y, u)))
     )
+    assert emulator.kernels_before == 0  # each launch makes its rows of u
+
+
+@pytest.mark.parametrize("case", [_MANY[0], _MANY[6], _MANY[8], _MANY[12], _MANY[14]], ids=str)
+def test_sums_of_u_that_warps_share(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, case) -> None:  # type: ignore[no-untyped-def]
+    """Several of them a block, of fewer slices than the choice would have shared out."""
+    plan, (multiprocessors, segments, windows, m, ranks) = ManyRowsPlan(*case[0]), case[1:]
+    product = Product(segments, windows, m, ranks, plain=False)
+    emulator = Emulator(library, multiprocessors, monkeypatch)
+    shape = m, product.lora.a.shape[0], product.weight.out_features, product.weight.in_features, multiprocessors
+    cut = plan.lora_cut(*shape)
+    sums = math.ceil(shape[1] / 16) * math.ceil(m / 8)
+    assert cut.sharers == 1 and sums > plan.grid(m, *shape[2:])
+    shared = dataclasses.replace(cut, sharers=plan.lora_warps)
+    monkeypatch.setattr(ManyRowsPlan, "lora_cut", lambda self, *shape: shared)
+    _check_turns(emulator, plan, product, torch.bfloat16, turns=4)

@@ -30,7 +30,8 @@ _MANY = [
     ((128, 2, False), 8, 176, 25, 131, (32, 72)),
     ((128, 2, True), 3, 80, 15, 127, (32, 32)),
     ((128, 3, False), 3, 80, 31, 131, (8, 32)),
-    ((256, 2, False), 3, 80, 9, 259, (144, 8)),
+    ((256, 2, False), 3, 80, 9, 259, (144, 8)),  # more parts of u than blocks: from an earlier kernel
+    ((256, 2, False), 4, 80, 9, 259, (144, 8)),
     ((256, 2, True), 3, 80, 7, 255, None),
     ((16, 2, True), 3, 304, 3, 40, None),  # tiles of one unit: one warp of a pair may be far ahead
     ((256, 2, True), 2, 176, 2, 300, None),

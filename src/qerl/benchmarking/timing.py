@@ -60,7 +60,7 @@ def medians_us(works: Sequence[Timed], device: torch.device, rest_s: float = 0.0
     each turn is not.
     """
     if device.type != "cuda":
-        return [_median_cpu_us(work.call, work.copies) for work in works]
+        return [_median_cpu_us(work.call, work.copies, rest_s) for work in works]
     passes = [_capture(work, device) for work in works]
     times: list[list[float]] = [[] for _ in works]
     while not all(_measured(taken) for taken in times):  # all go on until the last is done: each has had its neighbours
@@ -128,10 +128,11 @@ def replays_ahead(replay_us: float) -> int:
     return 0 if replay_us > _NEGLIGIBLE * _BUSY_US else max(1, math.ceil(_BUSY_US / replay_us))
 
 
-def _median_cpu_us(call: Callable[[int], object], copies: int) -> float:
+def _median_cpu_us(call: Callable[[int], object], copies: int, rest_s: float) -> float:
     call(0)
     times = []
     for _ in range(_MIN_REPLAYS):
+        time.sleep(rest_s)
         started = time.perf_counter()
         for index in range(copies):
             call(index)

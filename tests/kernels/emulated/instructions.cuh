@@ -34,7 +34,7 @@ struct MemoryBarrier {
     int count, pending;
     long bytes;  // on their way
     unsigned phase;
-    std::vector<Store> stores;  // of those that arrived
+    std::vector<Store> stores, told;  // of those that arrived in this phase; in phases that are over
 };
 struct BlockState {
     std::map<uint32_t, MemoryBarrier> barriers;
@@ -100,11 +100,13 @@ inline void hand_over(std::vector<Store>& from, std::vector<Store>& to) {
     from.clear();
 }
 inline void settle(MemoryBarrier& barrier) {
-    if (barrier.pending == 0 && barrier.bytes == 0) barrier.phase++, barrier.pending = barrier.count;
+    if (barrier.pending || barrier.bytes) return;
+    barrier.phase++, barrier.pending = barrier.count;
+    hand_over(barrier.stores, barrier.told);
 }
 inline void mbarrier_init_shared_cta_b64(uint32_t address, int count) {
     place_of_address(address, 8);
-    if (!this_block().barriers.emplace(address, MemoryBarrier{count, count, 0, 0, {}}).second) fail("initialized twice");
+    if (!this_block().barriers.emplace(address, MemoryBarrier{count, count, 0, 0, {}, {}}).second) fail("initialized twice");
 }
 inline void mbarrier_arrive_shared_cta_b64(uint32_t address) {
     MemoryBarrier& barrier = barrier_at(address);
@@ -122,7 +124,7 @@ inline void mbarrier_try_wait_parity_shared_cta_b64(uint32_t address, int parity
     MemoryBarrier& barrier = barrier_at(address);
     while ((int)(barrier.phase & 1) == parity)
         wait_for_change(barrier.phase, barrier.phase, parity ? "parity 1" : "parity 0");
-    hand_over(barrier.stores, machine.current->stores);
+    hand_over(barrier.told, machine.current->stores);
 }
 inline void mapa_shared_cluster_u32(uint32_t& mapped, uint32_t address, int rank) {
     const int first = machine.current->rank / machine.cluster_size * machine.cluster_size;

@@ -76,6 +76,7 @@ static const char* check_the_end() {
     for (const Block& block : machine.blocks)
         for (const auto& [address, barrier] : block.barriers)
             if (barrier.bytes) return "bytes expected that never came";
+            else if (!barrier.stores.empty() || !barrier.told.empty()) return "stores that a barrier told nobody of";
     for (const Fiber& fiber : machine.fibers)
         if (!fiber.products.empty() || !fiber.stores.empty()) return "products or stores that nobody waited for";
     return nullptr;

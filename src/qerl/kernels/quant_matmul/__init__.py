@@ -104,8 +104,8 @@ def quant_lora_matmul(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `quant_matmul` with LoRA, for x ``[M, K]``; also returns u = ``x a^T`` [M, R], rounded to the dtype of `x`.
 
-    On a Hopper GPU both come from one launch up to 512 rows, as long as a tile of the product has fewer than 256
-    (``cuda/shrink.cuh``).
+    On a Hopper GPU both come from one launch for every 2,048 rows, where making u in it takes no longer than a kernel
+    before it (``ManyRowsPlan.lora_cut``).
     """
     wide = check_product(x, weight, bias, out_dtype)
     check_lora(x, weight, lora)

@@ -8,7 +8,7 @@
 // input, same bits. Or the blocks of a cluster share each tile (cluster_tile.cuh).
 //
 // LoRA is one more step of a tile: columns of u take the place of x in the ring, rows of b that of the weights. Where u
-// does not come from an earlier kernel, every block makes a part of it first, and the warps beside the producer sum it.
+// does not come from an earlier kernel, blocks make parts of it first, and the warps beside the producer sum them.
 #pragma once
 #include "cluster_tile.cuh"
 #include "shrink.cuh"

@@ -23,10 +23,10 @@ struct Lora {           // y[:, segment s] += u[:, column[s] : column[s] + rank[
     int column[MAX_SEGMENTS];
     int rank[MAX_SEGMENTS];  // multiples of 8, 0: no adapter
     int offset[MAX_SEGMENTS];
-    // Where the product makes u = x A^T on its way (shrink.cuh); a is null where u comes from an earlier kernel.
+    // Where the product makes u = x A^T on its way (shrink.cuh, u_part.cuh); a: null where an earlier kernel makes u.
     const uint16_t* a;  // bf16 [width, K]
     float* partial;     // workspace for sums of slices of k
-    int* counters;      // zero between launches: rank tiles of u done, blocks that have seen it, slices of each tile
+    int* counters;      // zero between launches: sums of u done, blocks that have seen it, parts of each rank tile
     int slices;
     int sharers;  // warps of a block that share each sum of slices of many rows: all that sum, or 1
 };
