@@ -324,7 +324,6 @@ def test_a_wrong_engine_is_not_timed(tiny_config: Path) -> None:
 def test_kernel_rows(tiny_config: Path, tmp_path: Path) -> None:
     out = tmp_path / "kernels.json"
     arguments = ["--config-json", str(tiny_config), "--rows", "1,2048", "--lora-rank", "4", "--quantizer-layers", "1"]
-    arguments += ["--rest-ms", "0.5"]
     result = runner.invoke(app, ["bench", "kernels", *arguments, "--out", str(out), "--device", "cpu"])
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
@@ -332,11 +331,24 @@ def test_kernel_rows(tiny_config: Path, tmp_path: Path) -> None:
         (layer, m) for layer in ("qkv", "o", "gate_up", "down", "fused") for m in (1, 2048)
     ]
     assert all(row.keys() >= KERNEL_KEYS for row in written["rows"])
-    assert all(row["plain_us"] > 0 and row["rest_ms"] == 0.5 for row in written["rows"])
+    assert all(row["plain_us"] > 0 for row in written["rows"])
     assert {row["layer"] for row in written["rows"] if "dx_us" in row} == {"qkv", "o", "gate_up", "down"}
     assert {row["dx_path"] for row in written["rows"] if "dx_us" in row} == {"torch"}
     assert written.keys() >= {"attention", "decode_ops", "dequantize", "quantizer"}
     assert "sum of 4 rank 4 M=2048" in result.output
+
+
+def test_rows_at_rest_stand_beside_the_others(tiny_config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "kernels.json"
+    arguments = ["bench", "kernels", "--config-json", str(tiny_config), "--rows", "1", "--parts", "linears"]
+    arguments += ["--device", "cpu", "--out", str(out), "--append"]
+    for rest in ([], ["--rest-ms", "0.5"]):
+        result = runner.invoke(app, [*arguments, *rest])
+        assert result.exit_code == 0 and "sum of 4 M=1" in result.output, result.output
+    written = json.loads(out.read_text())
+    assert len(written["rows"]) == len(written["rows_rest"]) == 5
+    assert {row.get("rest_ms") for row in written["rows"]} == {None}
+    assert {row["rest_ms"] for row in written["rows_rest"]} == {0.5}
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,9 @@ from qerl.benchmarking.results import Add, Print, ResultFile, Row, device_name, 
 from qerl.benchmarking.rollout import free_memory
 from qerl.nn.loading import resolve_device, resolve_dtype
 
+# Parts of the file that hold linears, without a rest before each turn and with one.
+LINEARS, LINEARS_AT_REST = "rows", "rows_rest"
+
 
 @dataclass(frozen=True, slots=True)
 class KernelPlan:
@@ -62,15 +65,19 @@ def run_kernels(plan: KernelPlan, say: Print) -> ResultFile:
         with torch.no_grad():
             _measure(plan, geometry, ceilings, device, recorder(results, say, describe))
         free_memory(device)
-    for line in sums([row for row in results.parts["rows"] if "commit" not in row]):
+    for line in sums([row for row in results.parts.get(_part(plan), []) if "commit" not in row]):
         say(line)
     return results
+
+
+def _part(plan: KernelPlan) -> str:
+    return LINEARS_AT_REST if plan.rest_ms else LINEARS
 
 
 def _measure(plan: KernelPlan, geometry: Geometry, ceilings: Ceilings, device: torch.device, add: Add) -> None:
     if "linears" in plan.parts:
         bench = LinearBench(plan.format, plan.rows, plan.lora_rank, plan.rest_ms)
-        measure_linears(geometry, bench, ceilings, device, lambda row: add("rows", row))
+        measure_linears(geometry, bench, ceilings, device, lambda row: add(_part(plan), row))
     if "attention" in plan.parts:
         batches = ATTENTION_BATCHES if device.type == "cuda" else (1, 2)
         for kv_dtype in ("auto", "fp8"):
@@ -90,7 +97,7 @@ def _measure(plan: KernelPlan, geometry: Geometry, ceilings: Ceilings, device: t
 def describe(part: str, row: Row) -> str:
     """One line of the table."""
     share = f"{100 * row['roofline_share']:5.1f} % of the roofline" if "roofline_share" in row else ""
-    if part == "rows":
+    if part in (LINEARS, LINEARS_AT_REST):
         extra = f"  dX {row['dx_us']:.1f} us (bf16 {row['dx_bf16_us']:.1f})" if "dx_us" in row else ""
         if "plain_us" in row:
             extra += f"  without LoRA {row['plain_us']:.1f} us"

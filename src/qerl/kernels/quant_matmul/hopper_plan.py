@@ -57,9 +57,10 @@ _SHAPES = {
 _WHOLE_US = 4.2
 # Blocks of a cluster that share a tile: what that costs, and what a row of x in the tile adds.
 _CLUSTER_US, _CLUSTER_ROW_US = {2: 0.5, 3: 2.2, 4: 3.0}, 0.01
-# LoRA in a product of many rows, fitted to a sweep with it. What making a part of u takes before the sum: a start, and
-# windows without decoding, as a share of others. When u is there: so long after the parts, and a trip for every round
-# of sums. What the steps that multiply by u take, as a share of a window.
+# LoRA in a product of many rows, fitted to a sweep with it; the start to what LoRA added, because a sweep only tells
+# plans apart. What making a part of u takes before the sum: a start, and windows without decoding, as a share of
+# others. When u is there: so long after the parts, and a trip for every round of sums. What the steps that multiply
+# by u take, as a share of a window.
 _U_US, _U_WINDOW, _U_READY_US, _U_TRIP_US, _U_STEP = 1.8, 0.4, 8.2, 1.4, 1.8
 # A kernel of its own that makes u: where a product would take longer for its parts, or cannot make it.
 _U_KERNEL_US = 7.5
@@ -360,7 +361,7 @@ def few_rows_plan(m: int, n: int, k: int, multiprocessors: int) -> FewRowsPlan |
 def many_rows_plan(m: int, n: int, k: int, multiprocessors: int, clusters: bool = True, ranks: int = 0) -> ManyRowsPlan:
     """The plan of least estimated time among those of tiles not much taller than `m`, with `clusters` or without, for
     all `ranks` of LoRA together."""
-    # Tiles lower than so were never the best.
+    # In the sweeps, whose rows are powers of two, lower tiles were never the best.
     plans = [plan for plan in all_many_rows_plans() if min(m, 64) <= plan.tokens < max(2 * m, 17)]
     plans = [plan for plan in plans if (clusters or plan.cluster == 1) and plan.fits(m, n, k, multiprocessors)]
     return min(plans, key=lambda plan: plan.cost(m, n, k, multiprocessors, ranks))
